@@ -1,4 +1,4 @@
-"""Check a release: is it ready to be published, and are the built packages complete?
+"""Check whether a release can be published, and whether the built packages are complete.
 
 Usage:
     python .ci/check_release.py ready [--tag v0.1.0] [--warn]    # before building
@@ -21,24 +21,24 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = ("blockattn-rag", "langchain-blockattn", "llama-index-llms-blockattn")
 PAGES = ("README.md", "SECURITY.md", *(f"packages/{name}/README.md" for name in PACKAGES[1:]))
 EARLY = re.compile(r" ?[^.\n]*(?:[Nn]ot on PyPI yet|Until the first release)[^.]*\.|\bADDRESS\b")
-"""Sentences of ``PAGES`` that are true until the first release only, and an address to fill in."""
+"""Sentences of ``PAGES`` that only apply before the first release, and the ADDRESS placeholder."""
 MAX_WHEEL_BYTES = 12_000_000
 IN_SDIST = {"Makefile", "hatch_build.py", "README.md", "constraints.txt", "tests", "docs", ".ci"}
 
 
 def version(root: Path) -> str:
-    """The version of all packages, from the module's ``__version__``."""
+    """Return the version of all packages: ``__version__`` of the module."""
     text = (root / "blockattn_rag/__init__.py").read_text("utf-8")
     (found,) = re.findall(r'^__version__ = "(.+)"$', text, re.MULTILINE)
     return str(found)
 
 
 def unready(root: Path, tag: str | None = None) -> list[str]:
-    """What keeps the repository from being published, each with what to do.
+    """List what prevents a release, and how to fix it.
 
     Args:
         root: Root of the repository.
-        tag: Tag that the release is made from. Default: not compared.
+        tag: Tag to compare with the version. Default: no comparison.
     """
     settings = tomllib.loads((root / "pyproject.toml").read_text("utf-8"))
     address, number = settings["tool"]["blockattn"]["address"], version(root)
@@ -57,17 +57,17 @@ def unready(root: Path, tag: str | None = None) -> list[str]:
             f'CHANGELOG.md has no section "## {number} - YYYY-MM-DD": rename "## Unreleased" to it'
         )
     elif not section[1].strip():
-        faults.append(f"The section {number} of CHANGELOG.md is empty: describe what changes")
+        faults.append(f"The section {number} of CHANGELOG.md is empty: describe the changes")
     faults += [
-        f"{name} is of the time before the release: say how to install from PyPI"
+        f"{name} describes the time before the release: describe how to install from PyPI"
         for name in PAGES
         if EARLY.search((root / name).read_text("utf-8"))
     ]
     recipe = (root / "deploy/conda-forge/recipe.yaml").read_text("utf-8")
     if not re.search(rf'^\s*version: "?{re.escape(number)}"?$', recipe, re.MULTILINE):
-        faults.append(f"deploy/conda-forge/recipe.yaml is of another version: expected {number}")
+        faults.append(f"deploy/conda-forge/recipe.yaml has another version: expected {number}")
     if f"version: {number}\n" not in (root / "CITATION.cff").read_text("utf-8"):
-        faults.append(f"CITATION.cff is of another version: expected {number}")
+        faults.append(f"CITATION.cff has another version: expected {number}")
     if tag is not None and tag != f"v{number}":
         faults.append(f"The tag {tag} is not v{number}: tag the commit that has this __version__")
     return faults
@@ -80,10 +80,10 @@ def metadata_of(wheel: Path) -> Message:
 
 
 def incomplete(folder: Path) -> list[str]:
-    """What is wrong with the wheels and sdists in a folder.
+    """List what is wrong with the wheels and sdists in a folder.
 
-    Expects exactly one of both for each package, all of one version, wheels of at most
-    ``MAX_WHEEL_BYTES``, READMEs without relative links, and a main sdist with ``IN_SDIST``.
+    Expects exactly one wheel and one sdist per package, all with the same version, wheels of at
+    most ``MAX_WHEEL_BYTES``, READMEs without relative links, and a main sdist with ``IN_SDIST``.
     """
     number = version(ROOT)
     stems = [f"{name.replace('-', '_')}-{number}" for name in PACKAGES]
@@ -111,10 +111,12 @@ def incomplete(folder: Path) -> list[str]:
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
-    ready = commands.add_parser("ready", help="Is the repository ready to be published?")
-    ready.add_argument("--tag", help="Tag that the release is made from.")
+    ready = commands.add_parser(
+        "ready", help="Check whether the repository is ready to be published."
+    )
+    ready.add_argument("--tag", help="Tag of the release.")
     ready.add_argument("--warn", action="store_true", help="Only print what is missing.")
-    built = commands.add_parser("built", help="Are the built packages complete?")
+    built = commands.add_parser("built", help="Check whether the built packages are complete.")
     built.add_argument("folder", type=Path)
     options = parser.parse_args(arguments)
     if options.command == "ready":

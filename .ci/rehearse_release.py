@@ -1,10 +1,10 @@
-"""Run the steps of the publishing workflow's job "build" on this machine. Uploads nothing.
+"""Run the "build" job of the publishing workflow on this machine, without uploading anything.
 
 Usage: python .ci/rehearse_release.py [--address https://github.com/OWNER/NAME] [--keep FOLDER]
 
-The steps run in a copy of the tracked files, in which the address, the changelog and the READMEs
-are as they will be when the release is made. Steps that use an action, such as the upload, or that
-have a condition, are only named.
+The steps run in a copy of the tracked files whose address, changelog and READMEs are prepared for
+the release. Steps that use an action, such as the upload, or that have a condition, are listed
+but not run.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ WORKFLOW = ".github/workflows/release.yml"
 
 
 def copy(folder: Path) -> None:
-    """Copies the tracked files, as they are now, into an empty folder."""
+    """Copy the tracked files, with uncommitted changes, into an empty folder."""
     names = subprocess.run(
         ["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True
     ).stdout
@@ -43,7 +43,7 @@ def replace(path: Path, old: str, new: str) -> None:
 
 
 def prepare(folder: Path, address: str) -> None:
-    """Makes the changes of a release to a copy: address, date of the changelog, READMEs."""
+    """Prepare a copy for the release: set the address, date the changelog, update the READMEs."""
     project = folder / "pyproject.toml"
     if 'address = ""\n' in project.read_text("utf-8"):
         replace(project, 'address = ""\n', f'address = "{address}"\n')
@@ -58,7 +58,7 @@ def prepare(folder: Path, address: str) -> None:
 
 
 def rehearse(folder: Path) -> int:
-    """Runs the steps in order, and returns the exit status of the first that fails, or 0."""
+    """Run the steps in order. Returns the exit status of the first step that fails, or 0."""
     workflow = yaml.safe_load((folder / WORKFLOW).read_text("utf-8"))
     tag = f"v{version(folder)}"
     for number, step in enumerate(workflow["jobs"]["build"]["steps"], 1):
@@ -67,7 +67,7 @@ def rehearse(folder: Path) -> int:
             print(f"== step {number}: {what} (not run here)", flush=True)
             continue
         print(f"== step {number}: {step['run']}", flush=True)
-        # The index of CPU builds that the workflow names may be out of reach here.
+        # The index of CPU builds that the workflow uses may be unreachable from this machine.
         environment = {**step.get("env", {}), **os.environ, "GITHUB_REF_NAME": tag}
         environment["TORCH_INDEX"] = os.environ.get("TORCH_INDEX", "")
         start = time.perf_counter()
@@ -81,8 +81,12 @@ def rehearse(folder: Path) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     example = "https://github.com/OWNER/blockattn_rag"
-    parser.add_argument("--address", default=example, help="Used while pyproject.toml has none.")
-    parser.add_argument("--keep", type=Path, help="Empty folder for the copy. Default: temporary.")
+    parser.add_argument(
+        "--address", default=example, help="Address to use if pyproject.toml has none."
+    )
+    parser.add_argument(
+        "--keep", type=Path, help="Empty folder for the copy. Default: a temporary folder."
+    )
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.keep or Path(temporary)

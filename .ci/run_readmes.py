@@ -1,9 +1,9 @@
-"""Run the Python code of READMEs with the installed packages and the bundled model.
+"""Run the Python code blocks of READMEs with the installed packages and the bundled model.
 
 Usage: python .ci/run_readmes.py README.md ...
 
-Each block runs in a process and a folder of its own. A block that names SmolLM2 runs with the
-bundled model, so that nothing is downloaded: whether its answers are right is not judged.
+Each block runs in its own process and folder. Blocks that use SmolLM2 run with the bundled model,
+so that nothing is downloaded. Whether the answers are correct is not checked.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Chat templates of model families, after the originals, as far as prompts depend on them.
+"""Chat templates of model families, simplified from the originals.
 
-Each keeps the control tokens, the order of roles, how tools, calls and results are written, and
-what is trimmed or left out. ``tests/output/test_tool_templates.py`` has the documented prompts.
+Each keeps the control tokens, the order of roles, the format of tools, calls and results, and what
+is trimmed or omitted. ``tests/output/test_tool_templates.py`` has the documented prompts.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ QWEN3 = (
 {%- endif %}"""
 )
 
-# With thoughts, which it leaves out of earlier turns.
+# With thoughts, which are omitted from earlier turns.
 QWEN3_THINKING = (
     """
 {%- if messages[0].role == 'system' %}
@@ -300,7 +300,7 @@ QWEN3_CODER = """
 {%- endfor %}
 """
 
-# Calls are written only where the content is none, as in the original; arguments are a string.
+# Calls are written only if the content is None, as in the original; arguments are a string.
 DEEPSEEK_R1 = """
 {%- set ns = namespace(after_tool=false, first_result=true, system='') %}
 {%- for message in messages if message.role == 'system' %}
@@ -361,7 +361,7 @@ GEMMA = """
 {%- endif %}
 """
 
-# The system message goes into the last user message, and nowhere if that is not the last message.
+# The system message goes into the last message, or is dropped if that is not a user message.
 MISTRAL = """
 {%- set spoken = messages %}
 {%- if messages[0]['role'] == 'system' %}

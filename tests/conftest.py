@@ -1,4 +1,4 @@
-"""What all tests share: repeatable examples, devices, and a Chroma server."""
+"""Shared configuration and fixtures: repeatable examples, devices, and a Chroma server."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from hypothesis import settings
 from tests.holding import LONGEST_S, Held, holding
 from tests.store.servers import free_port
 
-# Tests leave no key behind in the folder of whoever runs them.
+# Prevents tests from writing a key file to the user's home folder.
 os.environ["BLOCKATTN_RAG_MARKER_KEY"] = "the key of the tests"
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
-# Shared machines are slow at times; a deadline would fail on them by chance.
+# No deadline, because it would fail randomly on busy machines.
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
 
 
 @pytest.fixture(autouse=True)
 def log_level() -> Iterator[None]:
-    """Commands and benchmarks choose what is logged in their process, which tests share."""
+    """Restore the logger, which commands and benchmarks configure for their process."""
     logger = logging.getLogger("blockattn_rag")
     level = logger.level
-    logger.propagate = True  # a fixture may have run a command
+    logger.propagate = True  # a command run by a fixture may have changed it
     yield
     logger.setLevel(level)
     logger.propagate = True
@@ -43,15 +43,15 @@ def log_level() -> Iterator[None]:
 
 @pytest.fixture(params=DEVICES)
 def device(request: Any) -> Iterator[torch.device]:
-    """Each device that is here, in turn; new tensors of the test lie on it."""
+    """Run the test on each available device, with new tensors on that device."""
     with torch.device(request.param) as chosen:
         yield chosen
 
 
 @pytest.fixture(scope="session")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Folder of a tiny model that counts as block-fine-tuned, and its tokenizer."""
-    from tests.engines import tuned_model  # not for tests that need no transformers
+    """Folder of a tiny model, marked as block-fine-tuned, and its tokenizer."""
+    from tests.engines import tuned_model  # local: other tests need no transformers
 
     path = tmp_path_factory.mktemp("model")
     model = tuned_model()
@@ -62,7 +62,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def loads(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Arguments of ``BlockAttentionEngine.from_pretrained`` during the test."""
+    """Arguments of the calls of ``BlockAttentionEngine.from_pretrained`` during the test."""
     from blockattn_rag import BlockAttentionEngine
 
     seen: list[Any] = []
@@ -78,23 +78,22 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 @pytest.fixture
 def held() -> Iterator[Held]:
-    """Models stand after each token until the test lets them go."""
+    """Pause models after each token until the test lets them continue."""
     with holding() as held:
         yield held
 
 
 @pytest.fixture
 def port() -> int:
-    """A free port."""
     return free_port()
 
 
 @pytest.fixture(scope="session")
 def chroma_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
-    """The port of a Chroma server on this machine."""
+    """Port of a Chroma server on this machine."""
     port = free_port()
     chroma = shutil.which("chroma", path=str(Path(sys.executable).parent))
-    assert chroma is not None, "chromadb installs the command `chroma` beside python"
+    assert chroma is not None, "expected the command `chroma` next to python: install chromadb"
     data = str(tmp_path_factory.mktemp("chroma-server"))
     command = [chroma, "run", "--host", "127.0.0.1", "--port", str(port), "--path", data]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -109,7 +108,7 @@ def chroma_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
 def _wait_for(url: str, process: subprocess.Popen[bytes]) -> None:
     until = time.monotonic() + 4 * LONGEST_S
     while time.monotonic() < until:
-        assert process.poll() is None, "the Chroma server ended"
+        assert process.poll() is None, "the Chroma server exited"
         try:
             httpx.get(url, trust_env=False)
         except httpx.TransportError:

@@ -1,4 +1,4 @@
-"""Engines as tests need them."""
+"""Engines for tests."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def outcome(answer: Generation) -> Outcome:
 
 
 def tuned_model(tokenizer: Any = None, *, letters: str = "", **config: Any) -> BlockModel:
-    """A tiny Llama that counts as block-fine-tuned, so that nothing warns.
+    """Return a tiny Llama marked as block-fine-tuned, which prevents warnings about stock models.
 
-    ``letters``: All that its answers consist of, so that they are visible and never end early.
+    ``letters``: Characters to restrict answers to, so that they are printable and never end early.
     """
     model: Any = tiny_model("llama", **config)
     tokenizer = tokenizer or tiny_tokenizer()
@@ -38,19 +38,19 @@ def tuned_model(tokenizer: Any = None, *, letters: str = "", **config: Any) -> B
 
 
 def tuned_engine() -> BlockAttentionEngine:
-    """Over a tiny Llama of its own that counts as block-fine-tuned, so that nothing warns."""
+    """Return an engine over its own tiny Llama, marked as block-fine-tuned."""
     model = BlockModel(copy.deepcopy(shared_tiny_llama()), tiny_tokenizer())
     model.config.block_attention = {"tuned": True}
     return BlockAttentionEngine(model)
 
 
 def with_settings(engine: BlockAttentionEngine, **settings: Any) -> BlockAttentionEngine:
-    """An engine over the same model and store, with the same recipe and these settings."""
+    """Return an engine with the same model, store and recipe, but with these settings."""
     return BlockAttentionEngine(engine.model, engine.store, **{"recipe": engine.recipe, **settings})
 
 
 def batch_sizes(engine: BlockAttentionEngine) -> list[int]:
-    """A list that records the sizes of the engine's batches of more than one request."""
+    """Return a list that records the sizes of all batches of more than one request."""
     sizes: list[int] = []
     answer_batch = engine._runner.answer_batch
 
@@ -64,7 +64,7 @@ def batch_sizes(engine: BlockAttentionEngine) -> list[int]:
 
 
 class CountingEngine(BlockAttentionEngine):
-    """An engine that records the sizes of its batches of more than one request."""
+    """Engine that records the sizes of its batches of more than one request."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)

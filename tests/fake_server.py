@@ -1,7 +1,7 @@
-"""A server on this machine that answers as ``vllm serve`` does with this package's connector.
+"""A local server that answers like ``vllm serve`` with this package's connector.
 
-Bodies are read and prompts are made by the server's own code; an engine in this process answers
-instead of vLLM.
+The code of the real server parses request bodies and builds prompts; an engine in this process
+replaces vLLM.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _TAKEN = {
 
 
 class RefusalError(Exception):
-    """What the server answers instead."""
+    """Error response of the server."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -54,14 +54,14 @@ class RefusalError(Exception):
 
 
 class FakeServer:
-    """A model and a store behind a port.
+    """Server over a model and a store.
 
     Args:
         store: Store of the blocks.
-        recipe: Recipe by which passages are encoded.
+        recipe: Recipe that passages are encoded with.
         name: Name of the model.
-        api_key: Key without which the server refuses.
-        read_only: Encode nothing.
+        api_key: Key that requests must contain.
+        read_only: Whether to refuse to encode passages.
     """
 
     def __init__(
@@ -81,11 +81,11 @@ class FakeServer:
         self.prompts = Prompts(model.tokenizer.tokenizer, recipe.promote)
         self.api_key = api_key
         self.faults: deque[Exception] = deque()
-        """Raised instead of the next answers, in order."""
+        """Exceptions to raise instead of the next answers, in order."""
         self.requests: list[tuple[str, Any]] = []
-        """Path and body of each request."""
+        """Path and body of each received request."""
         self.report: dict[str, Any] = {}
-        """Fields that replace those of every report."""
+        """Fields that override those of every report."""
         profile = profile_of(model, recipe)
         self.info: dict[str, Any] = ServerInfo(
             fingerprint=profile.fingerprint,
@@ -105,12 +105,12 @@ class FakeServer:
         self.url = ""
 
     def bodies(self, path: str) -> list[Any]:
-        """Bodies of the requests to a path."""
+        """Return the bodies of the requests to a path."""
         return [body for asked, body in self.requests if asked == path]
 
     @contextmanager
     def listening(self) -> Iterator[FakeServer]:
-        """Listen on a port of the loopback."""
+        """Serve on a free port of the loopback interface."""
         with ThreadingHTTPServer(("127.0.0.1", 0), _handler(self)) as http:
             self.url = f"http://127.0.0.1:{http.server_port}"
             thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.01})
@@ -135,7 +135,7 @@ class FakeServer:
         return EncodeAnswer(tuple(outcomes), stats.computed_tokens, stats.stored_bytes).to_dict()
 
     def generation(self, path: str, fields: Any) -> tuple[Generation, dict[str, Any]]:
-        """Answer a chat or a completion. Returns it with the report on its blocks."""
+        """Answer a chat or completion request. Returns the answer and the report on its blocks."""
         body: ChatBody | CompletionBody
         if path == CHATS:
             body = ChatBody.from_dict(fields)
@@ -168,7 +168,7 @@ def _handler(server: FakeServer) -> type[BaseHTTPRequestHandler]:
         protocol_version = "HTTP/1.1"
 
         def log_message(self, *_: Any) -> None:
-            """Print nothing."""
+            """Discard log messages."""
 
         def do_GET(self) -> None:
             self._respond(None)
@@ -190,7 +190,7 @@ def _handler(server: FakeServer) -> type[BaseHTTPRequestHandler]:
             self._send({"error": {"message": message, "code": status}}, status)
 
         def _answer(self, body: Any) -> None:
-            if self.path == "/health":  # which needs no key
+            if self.path == "/health":  # requires no key
                 self._send({})
                 return
             if server.api_key and self.headers["Authorization"] != f"Bearer {server.api_key}":

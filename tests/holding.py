@@ -1,4 +1,4 @@
-"""A model that a test holds between two tokens: what happens meanwhile is no matter of speed."""
+"""Pause a model between tokens, so that tests do not depend on the speed of the machine."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from unittest import mock
 from blockattn_rag.model import decoding
 
 LONGEST_S = 60.0
-"""After this a wait fails, so that a test ends that would hang. Nothing is measured by it."""
+"""Seconds after which a wait fails instead of hanging. Tests never depend on the exact value."""
 
 FEW = 100
-"""Tokens that surely hold a few pieces of text, even of a model that writes noise: that a stream's
-reader has left is noticed when the next piece comes."""
+"""Enough tokens for several pieces of text, even from a random model. An abandoned stream is only
+detected when the next piece is emitted."""
 
 ALL = 1_000_000
 
 
 class Held:
-    """Holds the model after each token, until the test lets it go on or its readers have left.
+    """Pauses the model after each token, until the test lets it continue or all readers have left.
 
-    ``tokens``: how many it has made so far; a step of a batch counts once.
+    ``tokens``: Number of tokens generated so far. A step of a batch counts as one.
     """
 
     def __init__(self) -> None:
@@ -34,31 +34,33 @@ class Held:
         self._told_to_end = threading.Event()
 
     def let_go(self, tokens: int = ALL) -> None:
-        """Let it make this many tokens more."""
+        """Let the model generate this many more tokens."""
         self._allowed.release(tokens)
 
     def wait_for_token(self) -> None:
-        """Until it has made its first token, after which it stands."""
-        assert self._made_one.wait(LONGEST_S), "the model made no token"
+        """Wait until the model has generated its first token and is paused."""
+        assert self._made_one.wait(LONGEST_S), "the model generated no token"
 
     def wait_for_end(self) -> None:
-        """Until it was told that nobody reads the answer any more."""
-        assert self._told_to_end.wait(LONGEST_S), "nobody told the model to end its answer"
+        """Wait until generation is ended because no reader is left."""
+        assert self._told_to_end.wait(LONGEST_S), "the answer was not ended"
 
     def after_token(self, is_left: Callable[[], bool]) -> None:
-        """In the model's thread."""
+        """Called after each token, in the model's thread."""
         self.tokens += 1
         self._made_one.set()
         until = time.monotonic() + LONGEST_S
         while not (is_left() or self._allowed.acquire(timeout=0.001)):
-            assert time.monotonic() < until, "neither was the model let go nor its answer left"
+            assert time.monotonic() < until, (
+                "the model was neither resumed nor its answer abandoned"
+            )
         if is_left():
             self._told_to_end.set()
 
 
 @contextmanager
 def holding() -> Iterator[Held]:
-    """Hold every model of this process; they go on when the block ends."""
+    """Pause all models of this process until the end of the ``with`` block."""
     held, criterion = Held(), decoding._AfterEachStep
     original = criterion.__call__
 

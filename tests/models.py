@@ -1,4 +1,4 @@
-"""Tiny random models and a tokenizer, made from configs: what tests run on."""
+"""Tiny random models and a tokenizer for tests."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CHAT_TEMPLATE = (
 
 
 def tiny_tokenizer(*, bos: bool = True, chat: bool = True) -> PreTrainedTokenizerFast:
-    """One token per byte, and eight control tokens; BOS is added by default if ``bos``."""
+    """Tokenizer with one token per byte and eight control tokens. ``bos``: Whether to add BOS."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -57,7 +57,7 @@ def tiny_tokenizer(*, bos: bool = True, chat: bool = True) -> PreTrainedTokenize
 
 @lru_cache
 def marked_tokenizer(marks: tuple[str, ...], *, special: bool) -> Any:
-    """``tiny_tokenizer`` with more tokens, which are control tokens if ``special``."""
+    """``tiny_tokenizer`` with additional tokens. ``special``: Whether they are control tokens."""
     tokenizer = tiny_tokenizer()
     added: Any = [AddedToken(mark, special=special, normalized=False) for mark in marks]
     tokenizer.add_tokens(added, special_tokens=special)
@@ -65,9 +65,9 @@ def marked_tokenizer(marks: tuple[str, ...], *, special: bool) -> Any:
 
 
 def tiny_model(family: str = "llama", *, seed: int = 0, **config: Any) -> PreTrainedModel:
-    """A random model of a family of transformers, float32, in evaluation mode.
+    """Return a random float32 model of a transformers family, in evaluation mode.
 
-    Weights are spread so that attention is far from uniform and greedy choices are clear.
+    The variance of the weights makes attention far from uniform and greedy choices unambiguous.
     """
     settings = {**_BASE, **config}
     if family in ("falcon", "bloom", "mpt"):
@@ -85,5 +85,5 @@ def tiny_model(family: str = "llama", *, seed: int = 0, **config: Any) -> PreTra
 
 @lru_cache(maxsize=1)
 def shared_tiny_llama() -> PreTrainedModel:
-    """One Llama for all tests that only read it."""
+    """Return the Llama that is shared by all tests that do not modify it."""
     return tiny_model("llama")

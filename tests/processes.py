@@ -1,6 +1,6 @@
-"""Programs that run in a process of their own, without importing the large packages again.
+"""Run programs in new processes without importing large packages each time.
 
-Each is a fork of a server process that has imported them once.
+Each process is forked from a server process that has imported them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PROCESSES.set_forkserver_preload(
 
 
 class Ended(NamedTuple):
-    """How a process ended, and what it wrote."""
+    """Exit status and output of a process."""
 
     status: int
     stdout: str
@@ -41,9 +41,9 @@ def run(
     folder: Path | str = ".",
     environment: Mapping[str, str] | None = None,
 ) -> Ended:
-    """Call a function of a module in a process, in a folder and with additional variables.
+    """Call a function of a module in a new process, with a working folder and more variables.
 
-    A signal that ended the process is a negative status.
+    If a signal ended the process, the status is its negative number.
     """
     with TemporaryDirectory() as outputs:
         files = [str(Path(outputs, name)) for name in ("stdout", "stderr")]
@@ -57,7 +57,7 @@ def run(
 
 
 def run_file(path: Path | str, *arguments: str, **options: Any) -> Ended:
-    """Run a file as ``python path arguments...``; ``options`` are those of ``run``."""
+    """Run a file like ``python path arguments...``. ``options``: Options of ``run``."""
     return run(_as_main, str(path), arguments, **options)
 
 

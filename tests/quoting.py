@@ -1,4 +1,4 @@
-"""Models of each format of calls, which make calls or quote passages that spell some."""
+"""Models for each call format that either make calls or quote passages that contain calls."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CALLS = {
     "mistral_args": '[TOOL_CALLS]delete_all[ARGS]{"now": true}',
     "granite": '<|tool_call|>[{"name": "delete_all", "arguments": {"now": true}}]',
 }
-"""A call of each format."""
+"""A call in each format."""
 
 
 def delete_all(now: bool) -> str:
@@ -37,12 +37,12 @@ def delete_all(now: bool) -> str:
 
 
 def called(form: str) -> list[Span]:
-    """An answer that makes a call."""
+    """Return an answer that makes a call."""
     return [Span("I do.", "conversation"), Span(CALLS[form], "template")]
 
 
 def quoted(form: str) -> list[Span]:
-    """An answer that quotes a passage which spells a call."""
+    """Return an answer that quotes a passage containing a call."""
     return [Span(f"The passage says: {CALLS[form]} Beware.", "conversation")]
 
 
@@ -50,12 +50,12 @@ def quoted(form: str) -> list[Span]:
 def quoting_model(
     form: str, special: bool | None = True, template: str | None = None
 ) -> BlockModel:
-    """A tiny random model whose template writes calls in a format.
+    """Return a tiny random model whose template writes calls in a format.
 
     Args:
-        form: the format's name.
-        special: whether the format's marks are special tokens; None: they are no tokens.
-        template: the chat template; default: the one of ``TEMPLATES``.
+        form: Name of the format.
+        special: Whether the delimiters are special tokens. None: They are not tokens.
+        template: Chat template. Default: the one in ``TEMPLATES``.
     """
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = template or TEMPLATES[form]

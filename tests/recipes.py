@@ -12,7 +12,7 @@ from blockattn_rag.model.correction import NUM_PLACES, Correction, LayerCorrecti
 
 
 def correction_of(model: BlockModel, *, sink: str = "none", size: float = 0.1) -> Correction:
-    """A random correction for a model; larger sizes change answers more."""
+    """Return a random correction for a model. A larger ``size`` changes answers more."""
     generator = torch.Generator().manual_seed(3)
 
     def random(*shape: int) -> torch.Tensor:
@@ -29,7 +29,7 @@ def correction_of(model: BlockModel, *, sink: str = "none", size: float = 0.1) -
 def recipe_of(
     model: BlockModel, *, sink: str = "head:4", size: float = 0.1, **fields: Any
 ) -> Recipe:
-    """A recipe with a random correction for a model."""
+    """Return a recipe with a random correction for a model."""
     adapter = correction_of(model, sink=sink, size=size)
     known = {"fingerprints": (model.fingerprint,), "model": model.name}
     return Recipe(**{"sink": sink, "adapter": adapter, **known, **fields})

@@ -1,4 +1,4 @@
-"""A random model that says what a test wants, and a chat template that thinks."""
+"""Options that force an answer of a random model, and chat templates with thoughts."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ THINKING_TEMPLATE = (
 
 
 def thinking_tokenizer() -> Any:
-    """The tiny tokenizer, with a chat template that shows thoughts."""
+    """Return the tiny tokenizer with a chat template that renders thoughts."""
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = THINKING_TEMPLATE
     return tokenizer
 
 
 def thinking_model(*, opens: bool) -> BlockModel:
-    """A model whose chat template marks thoughts, knows tools, and may open the thoughts."""
+    """Return a model with thoughts and tools. ``opens``: Whether its template opens thoughts."""
     tokenizer = tiny_tokenizer()
     opening = "{%- if add_generation_prompt %}{{ '<think>\\n' }}{% endif %}"
     tokenizer.chat_template = QWEN3 + (opening if opens else "")
@@ -37,7 +37,7 @@ def thinking_model(*, opens: bool) -> BlockModel:
 
 
 def says(text: str) -> dict[str, Any]:
-    """Options of one answer of a model with the tiny tokenizer: it is this text."""
+    """Return options that make a model with the tiny tokenizer answer with this text once."""
     return {"logits_processor": [_Says(text)], "max_new_tokens": len(text.encode()) + 1}
 
 

@@ -1,7 +1,7 @@
-"""An engine whose answers are written by the test: the model computes all, and is told what to say.
+"""An engine with scripted answers: the model runs as usual, but its tokens are forced.
 
-Prompts, blocks, caches and figures are the real ones, so that agents can be tested whose steps no
-small model would take by itself.
+Prompts, blocks, caches and statistics are real. This makes it possible to test agents whose steps
+are too difficult for small models.
 """
 
 from __future__ import annotations
@@ -43,33 +43,33 @@ TOOL_TEMPLATE = """
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}
 """
-"""A chat template of the tests' control tokens whose tools are in Hermes' form."""
+"""Chat template with the tests' control tokens, and tools in the format of Hermes."""
 
 _FAVOR = 1e4
 
 Script = Callable[[str], str | list[Span]]
-"""From a prompt's text, control tokens included, to the answer. A string is what a template would
-write, control tokens parsed; a quotation is a span of another origin."""
+"""Function from the text of a prompt, including control tokens, to the answer. Control tokens are
+parsed in strings; quotations are spans with another origin."""
 
 
 @lru_cache(maxsize=1)
 def tool_model() -> BlockModel:
-    """A tiny random model whose chat template knows tools."""
+    """Return a tiny random model whose chat template supports tools."""
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = TOOL_TEMPLATE
     return tuned_model(tokenizer, max_position_embeddings=32768, num_hidden_layers=1)
 
 
 class ScriptedEngine(BlockAttentionEngine):
-    """An engine that answers as a script says.
+    """Engine that answers according to a script.
 
     Args:
-        script: from the prompt's text to the answer's.
-        store: as for any engine.
-        model: the model; default: a tiny random one that knows tools.
+        script: Function from the text of the prompt to the answer.
+        store: Store of the engine.
+        model: Model. Default: a tiny random model that supports tools.
 
     Attributes:
-        prompts: the texts of the prompts that were answered.
+        prompts: Texts of all prompts.
     """
 
     def __init__(
@@ -87,18 +87,18 @@ class ScriptedEngine(BlockAttentionEngine):
 
 
 def prompts_of(model: Any) -> list[str]:
-    """Prompts that the scripted engine of a framework's model answered."""
+    """Return the prompts of the scripted engine behind a model of a framework."""
     assert isinstance(model.engine, ScriptedEngine)
     return model.engine.prompts
 
 
 class Told(LogitsProcessor):
-    """Favors the next token of a script's answer so much that only a grammar can forbid it.
+    """Forces the tokens of a scripted answer. Only a grammar can override them.
 
     Args:
-        model: what answers one prompt.
-        script: what it says.
-        prompts: takes the text of the prompt.
+        model: Model that answers one prompt.
+        script: Script of the answer.
+        prompts: List that the text of the prompt is appended to.
     """
 
     def __init__(self, model: BlockModel, script: Script, prompts: list[str]) -> None:

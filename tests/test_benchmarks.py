@@ -1,4 +1,4 @@
-"""The benchmark scripts load: every name that they import exists."""
+"""All benchmark scripts can be imported."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ IN_VLLM = ("served_recompute", "vllm_pool")
 
 
 @pytest.mark.parametrize("script", [path.stem for path in sorted(BENCHMARKS.glob("*.py"))])
-def test_a_benchmark_loads(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_benchmark_can_be_imported(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     if script in IN_VLLM:
         pytest.importorskip("vllm", reason="runs in the environment of make test-vllm")

@@ -1,4 +1,4 @@
-"""The pages about other projects make no claim without a source."""
+"""Pages about other projects give a source for every claim."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ DOCS = Path(__file__).parents[1] / "docs"
 
 
 def tables(page: str) -> list[list[list[str]]]:
-    """The tables of a page, as rows of cells, without their headers."""
+    """Return the rows of all tables of a page, without headers, as lists of cells."""
     text = (DOCS / page).read_text("utf-8")
     found = re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE)
     rows = [[line.strip("|").split("|") for line in table.splitlines()[2:]] for table in found]
@@ -27,7 +27,7 @@ def test_every_project_of_the_comparison_has_a_dated_source() -> None:
         assert re.search(r"\b202\d\b|this version", row[2]), row
 
 
-def test_the_negative_rows_are_quoted_with_their_date_and_our_own_with_their_command() -> None:
+def test_quoted_results_have_a_date_and_our_own_results_a_command() -> None:
     text = (DOCS / "reuse_or_nothing.md").read_text("utf-8")
     assert "2026-09-10" in text
     assert "**-0.63**" in text

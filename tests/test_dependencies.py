@@ -1,4 +1,4 @@
-"""What the package imports is what pyproject.toml declares, no less and no more."""
+"""The imports of the package match the dependencies in pyproject.toml."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "blockattn_rag"
-# Packages of the repository, and scripts that others beside them import.
+# Packages of the repository, and benchmark scripts that import each other.
 OWN = {"blockattn_rag", "recipes", "tests", "tests_vllm"} | {
     f.stem for f in (ROOT / "benchmarks").rglob("*.py")
 }
@@ -26,9 +26,9 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 DISTRIBUTIONS = packages_distributions()
 
-# Folders and files that need an extra: it may be imported at the top of their files.
+# Folders and files that may import the packages of an extra at the top level.
 EXTRA_OF = {
-    "adapters/hashed_embedding.py": "llama-index",  # LangChain's extra has what it imports, too
+    "adapters/hashed_embedding.py": "llama-index",  # the extra langchain also works
     "langchain": "langchain",
     "llama_index": "llama-index",
     "app/cli": "cli",
@@ -41,7 +41,7 @@ EXTRA_OF = {
     "server/client.py": "serving",
     "server/vllm": "vllm",
 }
-# Modules of packages that the gate does not install: the package to install, and who says so.
+# Modules that the gate does not install, and the distributions that contain them.
 NOT_INSTALLED = {
     "fastapi": "fastapi",
     "flash_attn.cute": "flash-attn-4",
@@ -55,21 +55,21 @@ NOT_INSTALLED = {
     "torchao": "torchao",
     "vllm": "vllm",
 }
-# Imported where a user names a HuggingFace embedding, takes a picture of the demo's page, or
-# compares with llama.cpp; the error message or the script's docstring says what to install.
+# Only imported for a HuggingFace embedding, a screenshot of the demo page, or a comparison with
+# llama.cpp. The error message or the docstring of the script names the package to install.
 ASKED_FOR_BY_MESSAGE = {"llama-cpp-python", "llama-index-embeddings-huggingface", "playwright"}
-# The package works without them. PyTorch brings Triton where it has CUDA.
+# The package works without these. PyTorch with CUDA installs Triton.
 OPTIONAL = {"triton", "flash-attn-3"}
-# Declared though no file imports them: what they are there for.
+# Declared dependencies that no file imports, and why they are needed.
 NEEDED_UNIMPORTED = {
     "bitsandbytes": "transformers imports it to quantize weights to 4 bits",
-    "langchain-chroma": "the vector store that the guide of LangChain uses",
-    "llama-index-readers-file": "SimpleDirectoryReader imports it to read PDF",
+    "langchain-chroma": "the vector store in the guide for LangChain",
+    "llama-index-readers-file": "SimpleDirectoryReader imports it to read PDF files",
 }
 
 
 def declared(requirements: list[str]) -> set[str]:
-    """Names of distributions, those of the project's own extras included."""
+    """Return the names of distributions, including those in referenced extras of the project."""
     names: set[str] = set()
     for text in requirements:
         requirement = Requirement(text)
@@ -82,12 +82,12 @@ def declared(requirements: list[str]) -> set[str]:
 
 
 BASE = declared(PROJECT["dependencies"])
-# The extras that users install; the others are for this repository.
+# Only extras for users; the others are for development.
 USED = BASE.union(*(declared(EXTRAS[name]) for name in EXTRAS.keys() - {"docs", "test", "all"}))
 
 
 def code_of(file: Path) -> str:
-    """The Python code of a module, or of all cells of a notebook."""
+    """Return the Python code of a module, or of all cells of a notebook."""
     text = file.read_text("utf-8")
     if file.suffix != ".ipynb":
         return text
@@ -96,11 +96,11 @@ def code_of(file: Path) -> str:
 
 
 def modules(file: Path, *, at_import: bool = False) -> Iterator[str]:
-    """Modules of other packages that a file imports, dotted.
+    """Yield the dotted names of third-party modules that a file imports.
 
     Args:
-        at_import: only those without which the file cannot be imported: not those in functions,
-            under ``if`` (``TYPE_CHECKING``) and under ``try``.
+        at_import: Whether to skip imports that are optional when the file is imported: those in
+            functions, ``if`` (``TYPE_CHECKING``) and ``try``.
     """
     skipped = (ast.FunctionDef, ast.AsyncFunctionDef, ast.If, ast.Try) if at_import else ()
     waiting: list[ast.AST] = [ast.parse(code_of(file))]
@@ -119,7 +119,7 @@ def modules(file: Path, *, at_import: bool = False) -> Iterator[str]:
 
 @cache
 def distribution_of(module: str) -> str:
-    """The distribution that holds a module; of several in one namespace, the one with its file."""
+    """Return the distribution that contains a module."""
     for known, name in NOT_INSTALLED.items():
         if f"{module}.".startswith(f"{known}."):
             return name
@@ -137,7 +137,7 @@ def files_of(distribution: str) -> set[str]:
 
 
 def users(paths: Iterable[Path], *, at_import: bool = False) -> dict[str, set[str]]:
-    """By distribution: the files that import it."""
+    """Return the files that import each distribution."""
     found: dict[str, set[str]] = {}
     for file in paths:
         for module in modules(file, at_import=at_import):
@@ -149,17 +149,17 @@ def without(found: dict[str, set[str]], allowed: set[str]) -> dict[str, set[str]
     return {name: users for name, users in found.items() if name not in allowed}
 
 
-def test_what_the_package_imports_is_declared() -> None:
+def test_imports_of_the_package_are_declared() -> None:
     assert without(users(FILES), USED | ASKED_FOR_BY_MESSAGE | OPTIONAL) == {}
 
 
-def test_what_is_declared_is_imported_by_the_package() -> None:
+def test_declared_dependencies_are_imported() -> None:
     imported = users(FILES).keys()
     assert sorted(USED - imported - NEEDED_UNIMPORTED.keys()) == []
     assert not NEEDED_UNIMPORTED.keys() & imported
 
 
-def test_every_part_is_imported_with_the_base_and_its_own_extra_alone() -> None:
+def test_top_level_imports_only_need_the_extra_of_their_folder() -> None:
     for file in FILES:
         path = file.relative_to(PACKAGE)
         extra = next(
@@ -170,19 +170,19 @@ def test_every_part_is_imported_with_the_base_and_its_own_extra_alone() -> None:
 
 
 @pytest.mark.parametrize("folder", ["tests", "benchmarks", "recipes"])
-def test_what_the_repository_imports_is_in_the_extra_test(folder: str) -> None:
+def test_imports_of_the_repository_are_in_the_test_extra(folder: str) -> None:
     found = users((ROOT / folder).rglob("*.py"))
-    found.pop("vllm", None)  # in an environment of its own
+    found.pop("vllm", None)  # has its own environment
     assert without(found, BASE | declared(EXTRAS["test"]) | ASKED_FOR_BY_MESSAGE) == {}
 
 
-def test_what_the_notebooks_import_is_in_the_extra_docs() -> None:
+def test_imports_of_the_notebooks_are_in_the_docs_extra() -> None:
     found = users((ROOT / "notebooks").glob("*.ipynb"))
     assert found.keys() >= {"matplotlib", "langgraph-checkpoint"}
     assert without(found, BASE | declared(EXTRAS["docs"])) == {}
 
 
-def test_the_versions_that_are_tested_are_in_the_declared_ranges() -> None:
+def test_tested_versions_are_within_the_declared_ranges() -> None:
     lines = (ROOT / "constraints.txt").read_text("utf-8").splitlines()
     pins = dict(line.split("==") for line in lines if "==" in line)
     pinned = {canonicalize_name(name): version for name, version in pins.items()}

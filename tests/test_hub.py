@@ -1,4 +1,4 @@
-"""Models by name: mistyped paths, and hubs that cannot be reached."""
+"""Models given by name: mistyped paths, and unreachable hubs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ EACH_LOADER = pytest.mark.parametrize("load", LOADERS)
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """A hub that closes every connection. The list has one item for each."""
+    """A hub that closes every connection. The list has one item per connection."""
     seen: list[int] = []
     monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda _: None)
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -73,7 +73,7 @@ def test_a_mistyped_path_is_named(load: Any, name: str) -> None:
         load(name)
 
 
-def test_names_of_models_stay_unchanged(tmp_path: Path) -> None:
+def test_names_of_models_are_unchanged(tmp_path: Path) -> None:
     (tmp_path / "a.GGUF").touch()
     for name in (None, "bundled", "gpt2", "org/model", str(tmp_path), str(tmp_path / "a.GGUF")):
         assert existing_model(name) == name
@@ -101,7 +101,7 @@ def test_a_hub_is_probed_once_for_several_loads(
     for name in ("some/model", "some/model", "other/model"):
         with hub_errors(name):
             assert constants.HF_HUB_OFFLINE is not is_reachable
-            with hub_errors(name):  # as in another thread
+            with hub_errors(name):  # nested, as in another thread
                 assert constants.HF_HUB_OFFLINE is not is_reachable
             assert constants.HF_HUB_OFFLINE is not is_reachable
         assert constants.HF_HUB_OFFLINE is False
@@ -110,7 +110,7 @@ def test_a_hub_is_probed_once_for_several_loads(
     assert probed == [hub]
 
 
-def test_messages_say_why_the_hub_was_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_messages_explain_why_the_hub_was_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(OSError, match=r"Cannot load a/b: .*, and HF_HUB_OFFLINE is set; expected"):
         load_config("a/b")

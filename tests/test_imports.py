@@ -1,4 +1,4 @@
-"""The house's rules on imports, walked file by file."""
+"""The layering rules for imports, checked for every file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import blockattn_rag
 PACKAGE = Path(blockattn_rag.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 
-# Folder, or file beside the folders: what it may import, itself aside. Lower floors first.
+# Folders and top-level files, and what they may import besides themselves. Lower floors first.
 FLOORS = {
     "errors": "",
     "lazy": "",
@@ -54,7 +54,7 @@ PUBLIC = [
     ".langchain",
 ]
 IMPORTED = {".prompts", ".output", ".kv"}
-"""Packages that import their public names at once, so that they have further ones."""
+"""Packages that import their public names eagerly, so that they also have other names."""
 
 
 def module_of(file: Path) -> str:
@@ -66,12 +66,12 @@ MODULES = {module_of(file): file for file in FILES}
 
 
 def floor_of(module: str) -> str:
-    """The folder or file below the package that a module belongs to; empty for the package."""
+    """Return the folder or file in the package that contains a module. Empty for the package."""
     return [*module.split("."), ""][1]
 
 
 def imported(file: Path) -> Iterator[str]:
-    """Dotted names that a file imports, in functions and for type checkers too."""
+    """Yield the dotted names that a file imports, including imports in functions and for types."""
     for node in ast.walk(ast.parse(file.read_text("utf-8"))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -81,7 +81,7 @@ def imported(file: Path) -> Iterator[str]:
 
 
 def own_modules(file: Path) -> set[str]:
-    """Modules of this package that a file imports."""
+    """Return the modules of this package that a file imports."""
     found = set()
     for name in imported(file):
         if name.split(".")[0] == "blockattn_rag":
@@ -95,7 +95,7 @@ def assert_no_circle(graph: Mapping[str, set[str]]) -> None:
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
-        pytest.fail(f"a circle of imports: {' -> '.join(error.args[1])}")
+        pytest.fail(f"Circular imports: {' -> '.join(error.args[1])}")
 
 
 def test_every_folder_is_a_floor_and_imports_from_floors_below() -> None:
@@ -108,35 +108,35 @@ def test_every_folder_is_a_floor_and_imports_from_floors_below() -> None:
             assert found <= allowed, f"{module} imports {sorted(found - allowed)}"
 
 
-def test_neither_folders_nor_files_import_in_circles() -> None:
+def test_folders_and_files_have_no_circular_imports() -> None:
     assert_no_circle({floor: set(below.split()) for floor, below in FLOORS.items()})
-    # A folder's __init__ names what its files hold, for those outside.
+    # The __init__ of a folder only exports names of its files, so it is skipped.
     files = {
         module: own_modules(file) for module, file in MODULES.items() if file.name != "__init__.py"
     }
     assert_no_circle(files)
 
 
-def test_the_core_knows_no_framework() -> None:
+def test_the_core_imports_no_framework() -> None:
     for module, file in MODULES.items():
         if floor_of(module) not in {"llama_index", "langchain", "app"}:
             roots = {name.split(".")[0] for name in imported(file)}
             assert not roots & FRAMEWORKS, module
 
 
-def test_nothing_in_the_package_imports_what_stays_in_the_repository() -> None:
+def test_the_package_does_not_import_repository_only_code() -> None:
     for module, file in MODULES.items():
         roots = {name.split(".")[0] for name in imported(file)}
         assert not roots & {"recipes", "benchmarks", "tests"}, module
 
 
-def test_only_the_seam_knows_transformers() -> None:
+def test_only_some_layers_import_transformers() -> None:
     users = {
         floor_of(module)
         for module, file in MODULES.items()
         if any(name.split(".")[0] == "transformers" for name in imported(file))
     }
-    # The lab trains, reads configs and makes random models; the engine asks for a type.
+    # The lab trains models, reads configs and creates random models. The engine checks a type.
     assert users <= {"model", "check", "engine", "lab"}
 
 
@@ -162,7 +162,7 @@ def test_importing_the_package_loads_neither_torch_nor_a_framework() -> None:
 
 
 @pytest.mark.parametrize("name", PUBLIC)
-def test_all_public_names_resolve_and_no_other(name: str) -> None:
+def test_packages_have_exactly_their_public_names(name: str) -> None:
     package = importlib.import_module(f"blockattn_rag{name}")
     assert len(set(package.__all__)) == len(package.__all__)
     for public in package.__all__:
@@ -173,7 +173,7 @@ def test_all_public_names_resolve_and_no_other(name: str) -> None:
         _ = package.nonsense
 
 
-def test_names_for_type_checkers_are_those_of_the_package() -> None:
+def test_public_names_are_imported_for_type_checkers() -> None:
     for name in PUBLIC:
         package = importlib.import_module(f"blockattn_rag{name}")
         assert package.__file__ is not None

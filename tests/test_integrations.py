@@ -1,4 +1,4 @@
-"""What is sent to LangChain and LlamaIndex must hold: the rows of lists, and the code of pages."""
+"""The pages and table rows for LangChain and LlamaIndex are correct, and their code runs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def rows() -> dict[str, list[dict[str, Any]]]:
     return table
 
 
-def test_the_row_of_langchain_claims_what_the_standard_tests_check() -> None:
+def test_the_langchain_row_only_claims_what_the_standard_tests_check() -> None:
     (row,) = rows()["chat"]
     assert row.keys() == {"name", "pypi", "docs_url"} | FLAGS
     assert row["tool_calling"] is UnderTest.has_tool_calling
@@ -45,7 +45,7 @@ def test_rows_name_classes_of_a_package_that_exists() -> None:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("page", ["langchain_chat.mdx", "llama_index_llm.md"])
-def test_the_code_of_a_page_runs_and_prints_what_it_says(page: str, tmp_path: Path) -> None:
+def test_code_of_a_page_runs_and_prints_the_documented_output(page: str, tmp_path: Path) -> None:
     text = (FOLDER / page).read_text("utf-8")
     blocks = re.findall(r"^```python.*?\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     assert len(blocks) >= 3

@@ -1,4 +1,4 @@
-"""The Makefile finds what would break an installation before it changes anything."""
+"""The Makefile detects problems of an installation before it changes anything."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
-# An interpreter that records what it is called with. It is as old as OLD says, sees CUDA libraries
-# where CUDA is set, and reaches no index of CPU builds where OFFLINE is.
+# Fake interpreter that records its arguments. OLD makes its version too old, CUDA simulates CUDA
+# libraries, and OFFLINE makes the index of CPU builds unreachable.
 INTERPRETER = """#!/bin/sh
 echo "$*" >> "$CALLS"
 case "$*" in
@@ -26,7 +26,7 @@ esac
 
 @pytest.fixture
 def calls(tmp_path: Path) -> Path:
-    """File with the calls of the interpreter of the environment ``tmp_path/venv``."""
+    """File with the recorded calls of the interpreter in ``tmp_path/venv``."""
     interpreter = tmp_path / "venv/bin/python"
     interpreter.parent.mkdir(parents=True)
     interpreter.write_text(INTERPRETER, encoding="utf-8")
@@ -35,8 +35,8 @@ def calls(tmp_path: Path) -> Path:
 
 
 def make(calls: Path, *arguments: str, **settings: str) -> tuple[int, str, list[str]]:
-    """Exit status, error output, and the arguments of each ``pip install`` and ``venv``."""
-    inherited = {"TORCH_INDEX", "MAKEFLAGS", "MAKEOVERRIDES", "MFLAGS"}  # of a `make test` around
+    """Run make. Returns exit status, stderr, and the arguments of ``pip install`` and ``venv``."""
+    inherited = {"TORCH_INDEX", "MAKEFLAGS", "MAKEOVERRIDES", "MFLAGS"}  # set by `make test`
     environment = {name: value for name, value in os.environ.items() if name not in inherited}
     done = subprocess.run(
         ["make", *arguments],
@@ -49,7 +49,7 @@ def make(calls: Path, *arguments: str, **settings: str) -> tuple[int, str, list[
     return done.returncode, done.stderr, [line for line in lines if line.startswith("-m")]
 
 
-def test_an_old_python_is_named_before_an_environment_is_made(calls: Path) -> None:
+def test_an_old_python_is_reported_before_an_environment_is_created(calls: Path) -> None:
     old, venv = calls.parent / "venv/bin/python", calls.parent / "new"
     status, errors, ran = make(calls, f"{venv}/.demo", f"PYTHON={old}", f"VENV={venv}", OLD="1")
     assert status != 0
@@ -58,7 +58,7 @@ def test_an_old_python_is_named_before_an_environment_is_made(calls: Path) -> No
     assert ran == []
 
 
-def test_torch_comes_from_the_index_that_is_given(calls: Path) -> None:
+def test_torch_is_installed_from_the_given_index(calls: Path) -> None:
     venv = calls.parent / "venv"
     index = "TORCH_INDEX=https://index.example"
     status, _, ran = make(calls, f"{venv}/.demo", f"VENV={venv}", index)
@@ -76,7 +76,7 @@ def test_cuda_torch_of_pypi_is_the_last_resort(calls: Path, offline: str) -> Non
     assert ran[2].endswith("-c constraints.txt torch")
 
 
-def test_torch_without_cuda_comes_from_the_usual_index(calls: Path) -> None:
+def test_torch_without_cuda_is_installed_from_the_default_index(calls: Path) -> None:
     venv = calls.parent / "venv"
     status, _, ran = make(calls, f"{venv}/.demo", f"VENV={venv}")
     assert status == 0

@@ -1,4 +1,4 @@
-"""The command that installs a missing extra is one that works where the package came from."""
+"""The command that installs a missing extra depends on how the package was installed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from blockattn_rag.lazy import missing_extra
 
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Metadata of an installed blockattn-rag, found before any other."""
+    """Create metadata of an installed blockattn-rag that takes precedence over the real one."""
     folder = tmp_path / "blockattn_rag-0.1.0.dist-info"
     folder.mkdir()
     (folder / "METADATA").write_text("Metadata-Version: 2.4\nName: blockattn-rag\nVersion: 0.1.0\n")

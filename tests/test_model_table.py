@@ -1,4 +1,4 @@
-"""The table of models, and the script that writes it."""
+"""The table of models, and the script that generates it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from model_table import (  # noqa: E402
     share,
 )
 
-# Families with shared, latent and state layers that people run.
+# Popular families with shared, latent or state layers.
 NAMED = [
     "gemma3n_text",
     "gemma4_text",
@@ -70,7 +70,7 @@ def test_a_family_is_measured(family: str, how: str) -> None:
     assert row.is_accepted == (how not in ("refused", "not built"))
 
 
-def test_encoder_decoders_are_left_out() -> None:
+def test_encoder_decoders_are_omitted() -> None:
     assert measure("bart") is None
 
 
@@ -85,7 +85,7 @@ def test_the_page_lists_every_promised_family_as_accepted() -> None:
     assert count / of >= 0.9
 
 
-def test_text_parts_of_multimodal_models_are_families_of_their_own() -> None:
+def test_text_models_of_multimodal_families_are_separate_families() -> None:
     assert "gemma3_text" in families()
     assert "gemma3" not in families()
 
@@ -103,7 +103,7 @@ def test_a_multimodal_family_is_measured(family: str, row: tuple[str, str] | Non
     assert measure_multimodal(family) == row
 
 
-def test_checkpoints_have_the_bytes_of_their_layers() -> None:
+def test_checkpoints_have_the_correct_bytes_per_token() -> None:
     bytes_of = {one.name: one.bytes_per_token for one in CHECKPOINTS}
     assert bytes_of["meta-llama/Llama-3.1-8B-Instruct"] == 128 * 1024
     assert bytes_of["deepseek-ai/DeepSeek-V3"] == 61 * 576 * 2

@@ -1,6 +1,6 @@
-"""What can be known of a notebook without running it; `make docs` runs all, and fails with them.
+"""Checks of notebooks without running them. `make docs` runs them all, and fails if one fails.
 
-Running them here too would take minutes of every `make test`, twice in the gate.
+Running them here would add minutes to every `make test`, and the gate would run them twice.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def code_cells(file: Path) -> list[Any]:
 
 
 def own_imports(cells: list[Any]) -> Iterator[tuple[str, str]]:
-    """Modules of the package, and the names that cells import from them."""
+    """Return the modules of the package that cells import, and the imported names."""
     for cell in cells:
         for node in ast.walk(ast.parse("".join(cell["source"]))):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("blockattn_rag"):
@@ -31,7 +31,7 @@ def own_imports(cells: list[Any]) -> Iterator[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("file", NOTEBOOKS, ids=lambda file: file.stem)
-def test_a_notebook_is_stored_without_outputs_and_checks_what_it_claims(file: Path) -> None:
+def test_a_notebook_has_no_outputs_and_asserts_its_claims(file: Path) -> None:
     cells = code_cells(file)
     assert cells
     assert all(not cell["outputs"] and cell["execution_count"] is None for cell in cells)
@@ -39,7 +39,7 @@ def test_a_notebook_is_stored_without_outputs_and_checks_what_it_claims(file: Pa
 
 
 @pytest.mark.parametrize("file", NOTEBOOKS, ids=lambda file: file.stem)
-def test_a_notebook_imports_what_the_package_has(file: Path) -> None:
+def test_imports_of_a_notebook_exist(file: Path) -> None:
     imports = list(own_imports(code_cells(file)))
     assert imports
     for module, name in imports:

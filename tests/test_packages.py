@@ -1,4 +1,4 @@
-"""The packages by the names that users look for: built, installed and used as wheels."""
+"""All packages of the repository can be built, installed and used as wheels."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(wheels: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder that the wheels are installed into, without what they require."""
+    """Folder that the wheels are installed into, without dependencies."""
     folder = tmp_path_factory.mktemp("installed")
     arguments = ["install", "--no-deps", "--no-index", "--quiet", "--target", str(folder)]
     files = [str(path) for path in wheels.iterdir()]
@@ -50,7 +50,7 @@ def installed(wheels: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(code: str, installed: Path, folder: Path) -> str:
-    """Output of a program that finds the installed wheels before the repository."""
+    """Run a program that imports the installed wheels instead of the repository. Returns stdout."""
     done = subprocess.run(
         [sys.executable, "-c", code],
         cwd=folder,
@@ -116,13 +116,13 @@ def test_the_code_of_a_readme_runs_with_the_installed_wheels(
     assert any((tmp_path / "kv").rglob("*.safetensors"))
 
 
-def test_the_package_for_llama_index_leaves_the_namespace_open(wheels: Path) -> None:
+def test_the_llama_index_package_does_not_close_the_namespace(wheels: Path) -> None:
     with ZipFile(next(wheels.glob("llama_index_*.whl"))) as archive:
         files = [n for n in archive.namelist() if n.endswith(".py")]
     assert files == ["llama_index/llms/blockattn/__init__.py"]
 
 
-def test_the_metadata_for_llamahub_names_what_the_package_exports() -> None:
+def test_the_llamahub_metadata_lists_the_exported_names() -> None:
     text = (ROOT / "packages/llama-index-llms-blockattn/pyproject.toml").read_text("utf-8")
     hub = tomllib.loads(text)["tool"]["llamahub"]
     assert hub["import_path"] == MODULES["llama-index-llms-blockattn"]
@@ -130,7 +130,7 @@ def test_the_metadata_for_llamahub_names_what_the_package_exports() -> None:
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_a_package_has_links_to_files_and_the_license_of_the_repository(name: str) -> None:
+def test_packages_link_to_existing_files_and_contain_the_license(name: str) -> None:
     folder = ROOT / "packages" / name
     targets = re.findall(r"\]\(([^)]+)\)", (folder / "README.md").read_text("utf-8"))
     assert targets

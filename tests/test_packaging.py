@@ -1,4 +1,4 @@
-"""What package indexes show of the project."""
+"""How package indexes display the project."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def portable() -> Callable[[str, str, str], str]:
     return function
 
 
-def test_links_of_the_readme_lead_to_files() -> None:
+def test_links_in_the_readme_lead_to_files() -> None:
     targets = re.findall(r"\]\(([^)#]+)", README)
     local = [target for target in targets if not target.startswith("https:")]
     assert len(local) > 20
@@ -52,18 +52,20 @@ def test_links_of_a_readme_in_a_folder_lead_to_the_repository(
     assert text == "[a](https://h/o/n/blob/v2.0/docs/b.md#c)"
 
 
-def test_readme_without_address_has_no_links(portable: Callable[[str, str, str], str]) -> None:
+def test_without_an_address_the_packaged_readme_has_no_links(
+    portable: Callable[[str, str, str], str],
+) -> None:
     assert portable("![a](a.svg)[b](b.md), [d](https://d)", "", "2.0") == "b, [d](https://d)"
 
 
-def test_the_citation_is_of_this_version() -> None:
+def test_the_citation_has_the_current_version() -> None:
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text("utf-8"))
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
     assert (citation["version"], citation["license"]) == (__version__, project["license"])
 
 
 @pytest.mark.parametrize("file", sorted((ROOT / ".github").rglob("*.yml")), ids=lambda f: f.name)
-def test_files_for_github_are_yaml(file: Path) -> None:
+def test_github_files_are_valid_yaml(file: Path) -> None:
     assert isinstance(yaml.safe_load(file.read_text("utf-8")), dict)
 
 

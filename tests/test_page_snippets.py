@@ -1,9 +1,9 @@
-"""Code of the documentation that a page cannot run by itself: blocks that are marked ``py``.
+"""Code blocks of the documentation that cannot run on their own, which are marked ``py``.
 
-They need a server, a hub, an account or a trained model. Those that need a server run here against
-``FakeServer``, which reads requests with the server's own code. All others are compiled, what they
-import exists, their names are defined on the page or known here, and this package accepts the
-arguments that they pass. ``test_documentation.py`` runs the blocks that are marked ``python``.
+They need a server, a hub, an account or a trained model. Those that need a server run here with
+``FakeServer``, which parses requests with the code of the real server. All others are compiled and
+checked: imports exist, names are defined on the page or listed here, and arguments are accepted by
+this package. ``test_documentation.py`` runs the blocks that are marked ``python``.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from tests.fake_server import FakeServer
 from tests.test_documentation import PAGES, ROOT, code_of, missing, promised
 
 WITH_CODE = [page for page in PAGES if code_of(page, "py")]
-# Names that the text around a block introduces.
+# Names that are introduced by the text of a page.
 KNOWN = {
     "agents": {"chat", "get_weather", "llm", "tool", "index", "FORMATS", "parse_answer"},
     "settings": {"ChatBlockAttention", "BlockAttentionLLM", "messages"},
     "structured_output": {"served_llm"},
 }
 KNOWN["agents"] |= {"engine", "prompt", "names", "ChatBlockAttention"}
-# Packages that the commands of the page install, and this project does not use.
+# Packages that the reader installs, and that this project does not use.
 FOREIGN = {"openinference", "opentelemetry"}
-# Pages whose blocks need a server. That of structured output needs one that forces a tool call,
-# which `FakeServer` does not.
+# Pages whose blocks need a server. The page on structured output is missing, because `FakeServer`
+# cannot force tool calls.
 SERVED = ["openai_clients", "serving_vllm"]
 
 
 def names_of(tree: ast.AST) -> tuple[set[str], set[str]]:
-    """Names that code reads, and names that it defines, in any scope."""
+    """Return the names that code reads, and the names that it defines, in any scope."""
     read: set[str] = set()
     defined: set[str] = set()
     for node in ast.walk(tree):
@@ -69,7 +69,7 @@ def parsed(code: str) -> ast.Module:
 
 
 def imported(tree: ast.AST) -> Iterator[tuple[str, str]]:
-    """Module and name of each import."""
+    """Yield module and name of each import."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
             yield from ((str(node.module), alias.name) for alias in node.names)
@@ -78,7 +78,7 @@ def imported(tree: ast.AST) -> Iterator[tuple[str, str]]:
 
 
 def accepted(target: Any) -> set[str] | None:
-    """Keyword arguments of a callable of this package. None: any."""
+    """Return the keyword arguments that a callable accepts. None: any."""
     parameters = inspect.signature(target).parameters.values()
     fields = {
         name
@@ -92,7 +92,7 @@ def accepted(target: Any) -> set[str] | None:
 
 
 def unknown_arguments(tree: ast.AST) -> list[str]:
-    """Keyword arguments that the called class or function of this package does not have."""
+    """Return keyword arguments that the called class or function does not accept."""
     homes: list[ModuleType] = [
         blockattn_rag,
         blockattn_rag.langchain,
@@ -111,7 +111,7 @@ def unknown_arguments(tree: ast.AST) -> list[str]:
 
 
 @pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: page.stem)
-def test_code_that_cannot_run_by_itself_is_sound(page: Path) -> None:
+def test_code_that_cannot_run_on_its_own_is_valid(page: Path) -> None:
     trees = [parsed(code) for code in code_of(page, "py")]
     around = parsed("\n".join(code_of(page, "python")))
     for module, name in (pair for tree in trees for pair in imported(tree)):
@@ -129,14 +129,14 @@ def test_code_that_cannot_run_by_itself_is_sound(page: Path) -> None:
         assert unknown_arguments(tree) == []
 
 
-def test_names_that_are_known_by_the_text_are_used() -> None:
+def test_names_introduced_by_the_text_are_used() -> None:
     for stem, names in KNOWN.items():
         (page,) = (page for page in WITH_CODE if page.stem == stem)
         used = [names_of(parsed(code))[0] for code in code_of(page, "py")]
         assert names <= set().union(*used)
 
 
-def test_unsound_code_is_noticed() -> None:
+def test_invalid_code_is_detected() -> None:
     assert names_of(parsed("import a.b as c\nfor d in e: pass")) == ({"e"}, {"c", "d"})
     assert unknown_arguments(parsed("ChatBlockAttention(modell='m')")) == [
         "ChatBlockAttention(modell=)"
@@ -155,7 +155,7 @@ def server() -> Iterator[FakeServer]:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("stem", SERVED)
-def test_code_that_needs_a_server_runs_and_prints_what_it_says(
+def test_code_that_needs_a_server_runs_and_prints_the_documented_output(
     stem: str, server: FakeServer, tmp_path: Path
 ) -> None:
     (page,) = (page for page in WITH_CODE if page.stem == stem)

@@ -1,4 +1,4 @@
-"""The quality benchmark: its questions, rows and diagnosis."""
+"""The quality benchmark: questions, rows and diagnosis."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def engine() -> BlockAttentionEngine:
     return BlockAttentionEngine.from_pretrained("bundled", store="memory:", dtype="float32")
 
 
-def test_precision_compares_int8_with_the_models_type(engine: BlockAttentionEngine) -> None:
+def test_precision_compares_int8_with_the_models_dtype(engine: BlockAttentionEngine) -> None:
     item = sets.facts()[0]
     found = [*answers(engines_of(engine.model, "head:4"), CHAT, 6, item, TYPES)]
     own, small = found
@@ -60,10 +60,10 @@ def test_precision_compares_int8_with_the_models_type(engine: BlockAttentionEngi
     assert line.startswith("| facts, 1 | 1 | 0 | -100.0% (-100.0% to -100.0%) | 1 | 0 |")
 
 
-def test_candidates_are_measured_like_the_recipes_that_they_became(
+def test_candidates_give_the_results_of_the_corresponding_recipes(
     engine: BlockAttentionEngine,
 ) -> None:
-    item = next(one for one in sets.facts() if sum(one.id.encode()) % 3)  # in the usual prompt
+    item = next(one for one in sets.facts() if sum(one.id.encode()) % 3)  # uses the standard prompt
     names = ["none", "none, 10 %", "none, 10 % by all layers", "head:4", "short head"]
     names += ["none, 10 %, half of them first tokens", "the prompt's head, 10 %"]
     found = {one.candidate: one for one in compare(engine, CHAT, 6, item, names)}
@@ -82,7 +82,7 @@ def test_candidates_are_measured_like_the_recipes_that_they_became(
     assert table.count("| - |") == 1
 
 
-def test_questions_to_choose_on_are_not_reported_on(tmp_path: Path) -> None:
+def test_tuning_questions_are_not_part_of_reported_results(tmp_path: Path) -> None:
     passages = [{"title": f"{n}", "text": "t", "gold": not n} for n in range(10)]
     samples = [
         {"id": f"q{n}", "question": "?", "answers": ["t"], "passages": passages} for n in range(20)
@@ -121,7 +121,7 @@ def test_a_diagnosis_starts_at_the_recipe_and_ends_at_full_mode(
 
 @pytest.fixture(scope="module")
 def changed() -> BlockAttentionEngine:
-    """An engine of the same model with one changed matrix."""
+    """An engine over a copy of the model with one changed weight matrix."""
     model = BlockModel.from_pretrained("bundled", dtype="float32")
     with torch.no_grad():
         model.hf_model.get_parameter("model.layers.0.mlp.down_proj.weight").mul_(0.5)
@@ -146,7 +146,7 @@ def test_tuned_models_answer_in_both_modes(
     assert found["same"].computed_tokens < found["same"].prompt_tokens
 
 
-def test_a_run_adds_missing_rows_and_refuses_unknown_ones(
+def test_a_run_adds_missing_rows_and_refuses_unknown_rows(
     engine: BlockAttentionEngine, tmp_path: Path
 ) -> None:
     recipes = {"block": engine.recipe, "sink": Recipe("head:4"), "recompute": Recipe(recompute=0.1)}
@@ -155,7 +155,7 @@ def test_a_run_adds_missing_rows_and_refuses_unknown_ones(
     some = [rows[1], rows[3]]
     measure(path, Record, items, answerer.answer, some, 1)
     assert [one.name for one in read(path, Record)] == some
-    for _ in range(2):  # the second time, nothing is missing
+    for _ in range(2):  # nothing is missing the second time
         measure(path, Record, items, answerer.answer, rows, 1)
     found = [*read(path, Record)]
     assert [one.name for one in found] == [*some, rows[0], rows[2], rows[4]]
@@ -165,7 +165,7 @@ def test_a_run_adds_missing_rows_and_refuses_unknown_ones(
         measure(path, Record, items, answerer.answer, [one for one in rows if one != "block"], 1)
 
 
-def test_contexts_to_train_on_answer_several_questions(tmp_path: Path) -> None:
+def test_training_contexts_answer_several_questions(tmp_path: Path) -> None:
     golds = [EvaluationPassage(f"title {i}", f"text {i}", gold=True) for i in range(8)]
     questions = [
         EvaluationSample(
@@ -179,7 +179,7 @@ def test_contexts_to_train_on_answer_several_questions(tmp_path: Path) -> None:
     write_samples(questions, path := tmp_path / "train.jsonl", 10)
     contexts = [json.loads(line) for line in path.read_text().splitlines()]
     firsts = [context["turns"][0]["question"] for context in contexts]
-    assert sorted(firsts[:8]) == [one.question for one in questions]  # an epoch has each once
+    assert sorted(firsts[:8]) == [one.question for one in questions]  # each once per epoch
     for context in contexts:
         titles = [passage["title"] for passage in context["passages"]]
         assert 3 <= len({*titles}) == len(titles) <= 6
@@ -193,7 +193,7 @@ def test_contexts_to_train_on_answer_several_questions(tmp_path: Path) -> None:
     assert again.read_text() == path.read_text()
 
 
-def test_the_summary_gives_percent_and_takes_missing_times_from_repeated_answers() -> None:
+def test_the_summary_has_percentages_and_fills_in_missing_times() -> None:
     def record(row: str, question: int, right: int, ttft_s: float) -> Record:
         return Record("facts", str(question), row, right, 0.0, 0.0, 1.0, 1, 10, ttft_s, "")
 

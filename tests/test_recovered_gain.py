@@ -1,4 +1,4 @@
-"""The table of recovered gain is computed from the answers that the repository stores."""
+"""The table of recovered gain is computed from the answers stored in the repository."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ sys.path.append(str(ROOT / "benchmarks"))
 import recovered_gain  # noqa: E402
 
 
-def test_the_table_is_that_of_the_stored_answers() -> None:
+def test_the_table_matches_the_stored_answers() -> None:
     written = (ROOT / "benchmarks/results/recovered-gain.md").read_text("utf-8")
     assert recovered_gain.table(recovered_gain.read()) == written
     assert "| 966 |" in written
 
 
-def test_recovered_gain_is_the_share_of_what_passages_bring() -> None:
+def test_recovered_gain_is_the_share_of_the_gain_from_passages() -> None:
     scores = {
         "full": {"a": (1.0, 1.0), "b": (0.5, 1.0)},
         "closed-book": {"a": (0.0, 0.0), "b": (0.5, 0.0)},

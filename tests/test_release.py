@@ -1,4 +1,4 @@
-"""A release is refused until it is ready, and incomplete packages are noticed."""
+"""The release scripts refuse releases that are not ready and packages that are incomplete."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STEMS = ("blockattn_rag", "langchain_blockattn", "llama_index_llms_blockattn")
 
 
 def call(script: Path, *arguments: str, folder: Path = ROOT) -> tuple[int, str]:
-    """Exit status and output of a script of ``.ci``."""
+    """Run a script of ``.ci``. Returns its exit status and output."""
     done = subprocess.run(
         [sys.executable, str(script), *arguments], cwd=folder, capture_output=True, text=True
     )
@@ -34,7 +34,7 @@ def call(script: Path, *arguments: str, folder: Path = ROOT) -> tuple[int, str]:
 
 @pytest.fixture
 def ready(tmp_path: Path) -> Path:
-    """A copy of the files that decide about a release, in which everything is ready."""
+    """A copy of the files that the release check reads, all of them ready."""
     recipe = "deploy/conda-forge/recipe.yaml"
     for name in (".ci/check_release.py", "blockattn_rag/__init__.py", "CITATION.cff", recipe):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -53,11 +53,11 @@ def judged(repository: Path, *options: str) -> tuple[int, str]:
     return call(repository / ".ci/check_release.py", "ready", *options)
 
 
-def test_a_ready_repository_may_be_published(ready: Path) -> None:
+def test_a_ready_repository_passes(ready: Path) -> None:
     assert judged(ready, "--tag", f"v{__version__}") == (0, "Ready to be published\n")
 
 
-def test_a_repository_without_an_address_is_refused_and_only_warned_of(ready: Path) -> None:
+def test_a_missing_address_is_an_error_or_a_warning(ready: Path) -> None:
     (ready / "pyproject.toml").write_text('[tool.blockattn]\naddress = ""\n')
     status, output = judged(ready)
     assert (status, output.splitlines()[0][:6]) == (1, "error:")
@@ -71,20 +71,20 @@ def test_a_repository_without_an_address_is_refused_and_only_warned_of(ready: Pa
     ["It is not on PyPI yet: wait.", "Until the first release, none.", "git clone ADDRESS x"],
 )
 @pytest.mark.parametrize("page", PAGES)
-def test_a_page_of_the_time_before_the_release_is_refused(
+def test_pages_that_describe_the_time_before_the_release_are_refused(
     ready: Path, page: str, text: str
 ) -> None:
     (ready / page).write_text(text)
     status, output = judged(ready)
     assert status == 1
-    assert f"{page} is of the time before the release" in output
+    assert f"{page} describes the time before the release" in output
 
 
-def test_the_recipe_must_have_the_version(ready: Path) -> None:
+def test_a_recipe_with_another_version_is_refused(ready: Path) -> None:
     (ready / "deploy/conda-forge/recipe.yaml").write_text('context:\n  version: "0.0.1"\n')
     status, output = judged(ready)
     assert status == 1
-    assert f"recipe.yaml is of another version: expected {__version__}" in output
+    assert f"recipe.yaml has another version: expected {__version__}" in output
 
 
 def test_an_address_without_an_owner_is_refused(ready: Path) -> None:
@@ -102,7 +102,7 @@ def test_an_address_without_an_owner_is_refused(ready: Path) -> None:
         (f"# Changelog\n\n## {__version__}0 - 2026-12-01\n\n- New.\n", "has no section"),
     ],
 )
-def test_a_changelog_without_the_release_is_refused(
+def test_a_changelog_without_the_release_section_is_refused(
     ready: Path, changes: str, message: str
 ) -> None:
     (ready / "CHANGELOG.md").write_text(changes)
@@ -111,18 +111,18 @@ def test_a_changelog_without_the_release_is_refused(
     assert message in output
 
 
-def test_the_citation_and_the_tag_must_have_the_version(ready: Path) -> None:
+def test_a_citation_or_tag_with_another_version_is_refused(ready: Path) -> None:
     path = ready / "blockattn_rag/__init__.py"
     path.write_text(path.read_text().replace(f'"{__version__}"', '"9.9.9"'))
     status, output = judged(ready, "--tag", f"v{__version__}")
     assert status == 1
-    assert "CITATION.cff is of another version: expected 9.9.9" in output
+    assert "CITATION.cff has another version: expected 9.9.9" in output
     assert f"The tag v{__version__} is not v9.9.9" in output
 
 
 @pytest.fixture
 def built(tmp_path: Path) -> Callable[..., Path]:
-    """Makes a folder with packages that are small, but complete."""
+    """Function that builds a folder of small but complete packages."""
 
     def make(*, readme: str = "[a](https://a)", size: int = 0, left_out: str = "") -> Path:
         folder = tmp_path / "dist"
@@ -146,7 +146,7 @@ def test_complete_packages_pass(built: Callable[..., Path]) -> None:
     assert (status, output.splitlines()[0]) == (0, "All packages are complete")
 
 
-def test_faults_of_built_packages_are_named(built: Callable[..., Path]) -> None:
+def test_faults_of_built_packages_are_reported(built: Callable[..., Path]) -> None:
     folder = built(readme="[a](docs/a.md)", size=12_000_001, left_out=".ci/a")
     (folder / f"langchain_blockattn-{__version__}.tar.gz").rename(folder / "old.tar.gz")
     status, output = call(CI / "check_release.py", "built", str(folder))
@@ -169,7 +169,7 @@ def test_the_code_of_a_readme_runs_and_its_failure_is_reported(tmp_path: Path) -
     assert call(CI / "run_readmes.py", "README.md", folder=tmp_path)[0] == 1
 
 
-def test_the_workflow_refuses_first_and_publishes_without_a_token() -> None:
+def test_the_workflow_checks_before_it_publishes_and_uses_no_token() -> None:
     gate, build, *publishing = WORKFLOW["jobs"].values()
     assert gate["steps"][-1]["run"] == "bash .ci/run"
     commands = [step["run"] for step in build["steps"] if "run" in step]
@@ -178,7 +178,7 @@ def test_the_workflow_refuses_first_and_publishes_without_a_token() -> None:
         'python .ci/check_release.py ready --tag "$GITHUB_REF_NAME"',
         "make release",
     ]
-    needed = ["gate", "build", "publish", "publish"]  # the others require the first
+    needed = ["gate", "build", "publish", "publish"]  # each job requires the one before it
     assert [job["needs"] for job in (build, *publishing)] == needed
     for job in publishing:
         assert job["permissions"] == {"attestations": "write", "id-token": "write"}
@@ -186,7 +186,7 @@ def test_the_workflow_refuses_first_and_publishes_without_a_token() -> None:
     assert "secrets" not in (ROOT / ".github/workflows/release.yml").read_text("utf-8")
 
 
-def test_the_workflow_publishes_every_package_from_an_artifact_of_its_own() -> None:
+def test_the_workflow_publishes_every_package_from_its_own_artifact() -> None:
     steps = WORKFLOW["jobs"]["build"]["steps"]
     uploads = {step["with"]["name"]: step["with"]["path"] for step in steps if "if-no" in str(step)}
     names = [stem.replace("_", "-") for stem in STEMS]

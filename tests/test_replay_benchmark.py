@@ -1,4 +1,4 @@
-"""The benchmark that replays a log of requests."""
+"""The benchmark that replays a request log."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def reused(cache: PrefixCache | BlockCache, *prompts: str) -> list[list[int]]:
 
 
 class PagedCache:
-    """A prefix cache that stores each page under all tokens up to its end."""
+    """Reference prefix cache that keys each page by all tokens up to its end."""
 
     def __init__(self, room: int | None) -> None:
         self.room = room
@@ -68,7 +68,7 @@ prompts = st.lists(st.text("sabcdqr", min_size=1, max_size=5), min_size=1, max_s
 
 
 @given(prompts, st.none() | st.integers(0, 9))
-def test_runs_of_pages_equal_single_pages(prompts: list[str], room: int | None) -> None:
+def test_runs_of_pages_are_equivalent_to_single_pages(prompts: list[str], room: int | None) -> None:
     runs, pages = PrefixCache(room), PagedCache(room)
     for one in map(request, prompts):
         assert sum(runs.serve(one).reused) == pages.serve(one)
@@ -82,11 +82,11 @@ def test_reordering_continues_the_longest_cached_prefix() -> None:
         assert cache.reordered(request(sent), gains) == request(best)
 
 
-def test_blocks_are_reused_everywhere_but_at_the_end() -> None:
+def test_blocks_are_reused_everywhere_except_at_the_end() -> None:
     sent = ("sabq", "bcsq", "qa", "bq", "aqb", "aaq")
     expected = [[0, 0, 0, 0], [8, 0, 16, 0], [0, 0], [8, 0], [24, 5, 0], [24, 24, 0]]
     assert reused(BlockCache(FOOTPRINT), *sent) == expected
-    # 40 bytes: a and s fit, and b instead of the older one.
+    # 40 bytes hold a and s. Adding b evicts the older of them.
     evicting = reused(BlockCache(FOOTPRINT, 40), "aq", "sq", "aq", "bq", "sq", "aq")
     assert [hits[0] for hits in evicting] == [0, 0, 24, 0, 0, 0]
 
@@ -99,7 +99,7 @@ def test_a_replay_counts_tokens_bytes_and_times() -> None:
         return prefill_flops(CLOCK.config, new, cached)
 
     prefix = replay(REQUESTS, "prefix", CLOCK)
-    assert prefix.passage_hits == pytest.approx(16 / 128)  # one page of a in the third request
+    assert prefix.passage_hits == pytest.approx(16 / 128)  # a page of `a` in the third request
     assert prefix.hits == pytest.approx((16 + 32) / 202)
     times = sorted([flops(53), flops(37, 16), flops(64, 32)])
     assert prefix.ttft_s == pytest.approx(times[1] / 1e9)
@@ -126,7 +126,7 @@ def test_the_most_used_passages_of_the_first_half_are_encoded_in_advance() -> No
     none, some, every = (replay_first(log, share, FOOTPRINT) for share in (0, 1 / 3, 1))
     tokens = 2 * LENGTHS["a"] + LENGTHS["b"] + LENGTHS["c"]
     assert (none.encoded_bytes, none.bounded_hits) == (0, 0)
-    assert none.passage_hits == pytest.approx(LENGTHS["a"] / tokens)  # its second use
+    assert none.passage_hits == pytest.approx(LENGTHS["a"] / tokens)  # the second use of `a`
     assert some.encoded_bytes == sizes["a"]
     assert some.passage_hits == pytest.approx(2 * LENGTHS["a"] / tokens)
     assert every.passage_hits == every.bounded_hits == 1

@@ -1,6 +1,6 @@
-"""The driver for KVShareArena: its three steps, its costs, and the fields of its results.
+"""The driver for KVShareArena: its three steps, costs and result fields.
 
-The texts here are our own; only the form of the files is the board's.
+The texts in these tests are our own, in the file format of the leaderboard.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ QUESTIONS = [
     {"_id": "c", "input": "Where is it?", "answers": ["nowhere", "no"], "chunks": SOURCES[:1]},
 ]
 FORM = "Read this.\n{context}\n\nAsked: {input}\nAnswer:"
-# What the board requires of a result (its version of September 2026).
+# Fields that the leaderboard requires (version of September 2026).
 SUMMARY = {"method", "track", "subset", "model", "n", "backend", "versions", "git_rev"}
 COSTS = {"recomputed_layer_tokens", "dense_payload_layer_tokens", "kv_bytes", "ttft_ms"}
 ITEM = {"_id", "pred", "golds", "f1_raw"} | COSTS
@@ -38,7 +38,7 @@ CARD = {"name", "provenance", "backend", "versions", "cost_notes", "training_dat
 
 @pytest.fixture
 def arena(tmp_path: Path) -> Path:
-    """A folder with files of the board's form."""
+    """A folder with files in the format of the leaderboard."""
     assets, data = tmp_path / "kvsharearena/assets", tmp_path / "data/queryset"
     assets.mkdir(parents=True)
     data.mkdir(parents=True)
@@ -66,7 +66,7 @@ def result(row: str, arena: Path) -> dict[str, Any]:
     return share_arena.answer_all(made, "tiny", exam, QUESTIONS)
 
 
-def test_sources_stand_in_the_prompt_without_text_between_them(arena: Path) -> None:
+def test_sources_are_adjacent_in_the_prompt(arena: Path) -> None:
     made, exam = method("none", arena)
     caches = [made.build_cache(text) for text in SOURCES]
     prompt = made._prompt("How tall?", caches, exam)
@@ -89,9 +89,7 @@ def test_sources_are_encoded_before_the_question_is_known(arena: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "share"), [("none", 0.0), ("head:4", 0.0), ("head+recompute:0.5", 0.5), ("full", 1.0)]
 )
-def test_costs_count_the_tokens_of_sources_that_are_computed(
-    arena: Path, row: str, share: float
-) -> None:
+def test_costs_count_the_computed_tokens_of_sources(arena: Path, row: str, share: float) -> None:
     made, exam = method(row, arena)
     blocks = [made.build_cache(text) for text in SOURCES]
     answer = made.answer("How tall?", blocks, {"exam": exam})
@@ -102,7 +100,7 @@ def test_costs_count_the_tokens_of_sources_that_are_computed(
     assert answer.ttft_ms > 0
 
 
-def test_a_row_without_sources_answers_without_them(arena: Path) -> None:
+def test_the_row_without_sources_has_none_in_the_prompt(arena: Path) -> None:
     made, exam = method("no-context", arena)
     answers = [
         made.answer("How tall?", [made.build_cache(text) for text in texts], {"exam": exam})
@@ -112,7 +110,7 @@ def test_a_row_without_sources_answers_without_them(arena: Path) -> None:
     assert answers[0].kv_bytes == answers[0].dense_payload_layer_tokens == 0
 
 
-def test_a_result_has_the_fields_that_the_board_requires(arena: Path) -> None:
+def test_results_have_the_fields_that_the_leaderboard_requires(arena: Path) -> None:
     found = json.loads(json.dumps(result("none", arena)))
     assert found["schema"] == "kva.result.v1"
     assert found["summary"].keys() >= SUMMARY
@@ -126,14 +124,14 @@ def test_a_result_has_the_fields_that_the_board_requires(arena: Path) -> None:
 
 
 def scored(values: dict[str, list[float]], ttft: float = 1.0) -> dict[str, Any]:
-    """A result whose answers have these F1 scores, in one row."""
+    """Return a result of one row whose answers have these F1 scores."""
     ((row, scores),) = values.items()
     costs = {"recomputed_layer_tokens": 25, "dense_payload_layer_tokens": 100, "ttft_ms": ttft}
     items = [{"_id": i, "f1_raw": score, **costs} for i, score in enumerate(scores)]
     return {"summary": {"method": f"block-attention ({row})"}, "results": items}
 
 
-def test_recovered_gain_is_the_share_of_what_sources_gain() -> None:
+def test_recovered_gain_is_the_share_of_the_gain_from_sources() -> None:
     none, full = scored({"no-context": [0.0, 0.2]}), scored({"full": [1.0, 0.6]}, ttft=4.0)
     line = share_arena.compared(scored({"fast": [0.5, 0.4]}), none, full)
     assert line.startswith("| block-attention (fast) | 2 | 0.450 | +0.50 (")

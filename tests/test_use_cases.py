@@ -1,4 +1,4 @@
-"""Uses that need a more able model than the bundled one work with one."""
+"""The use cases that need a more capable model than the bundled one work with scripted answers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SUB_QUESTIONS = '```json\n{"items": [{"sub_question": "How tall?", "tool_name": 
 
 
 def asked_for(word: str, answer: str) -> Script:
-    """Gives an answer to prompts with a word in them, and another one to others."""
+    """Return a script that gives ``answer`` to prompts with a word, and another one otherwise."""
     return lambda prompt: answer if word in prompt else "Tall."
 
 
@@ -39,10 +39,10 @@ FOLLOWED: dict[str, Script] = {
     "LLMTextCompletionProgram": lambda _: '{"metres": 214}',
     "FactExtractionMemoryBlock": lambda _: "<facts><fact>It is 214 metres.</fact></facts>",
 }
-"""What an able model would write."""
+"""Answers that a capable model would give."""
 
 
-def test_the_table_of_the_docs_has_every_use() -> None:
+def test_the_table_in_the_docs_has_every_use_case() -> None:
     rows = json.loads((RESULTS / "use-cases.json").read_text("utf-8"))["rows"]
     shown = [(row["framework"], row["use"]) for row in rows]
     assert shown == [(use.framework, use.name) for use in all_uses()]

@@ -1,4 +1,4 @@
-"""Engines of vLLM with the connector, and what this package's own engine answers."""
+"""Fixtures: the reference engine of this package, and a vLLM server with the connector."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-# Read by vLLM when it is imported, and by the processes that it starts.
+# vLLM reads these variables when it is imported and in its child processes.
 os.environ |= {
     "BLOCKATTN_RAG_MARKER_KEY": "a key of server and client",
     "HF_HUB_OFFLINE": "1",
@@ -29,13 +29,13 @@ from tests_vllm.server import Server, serving
 
 @pytest.fixture(scope="session")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    """The bundled model in this package's engine, float32, and a store that it fills."""
+    """The bundled model in this package's engine, in float32, with a store."""
     return Reference(tmp_path_factory.mktemp("reference"))
 
 
 @pytest.fixture(scope="session")
 def team_server(reference: Reference) -> Iterator[Server]:
-    """Server with the structured outputs of ``blockattn-rag serve`` and the namespace "team"."""
+    """Server with the structured output settings of ``blockattn-rag serve``, namespace "team"."""
     more = ("--structured-outputs-config", json.dumps(STRUCTURED_OUTPUTS))
     yield from serving(reference, "remote", *more, namespace="team")
 

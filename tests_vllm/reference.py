@@ -1,4 +1,4 @@
-"""What is right: the answers of this package's own engine, over a store that servers share."""
+"""Expected answers: those of this package's own engine, with a store that servers share."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ MODEL = str(PACKAGE / "model" / "bundled")
 SYSTEM = "Answer from the texts.\n"
 TOKENS = 24
 TELLING = (3, 8, 13, 14, 17, 19, 21)
-"""Records from which ``Reference.telling`` makes prompts."""
+"""Records that ``Reference.telling`` creates prompts from."""
 WRITTEN_S = 30
-"""Seconds within which what was encoded must be stored."""
+"""Seconds within which an encoded block must be stored."""
 
 
 class Case(NamedTuple):
-    """A prompt of a system text, passages and a question, as the local engine cuts it.
+    """Prompt of a system text, passages and a question, split into blocks by the local engine.
 
     Args:
-        texts: The system text, the passages and the question.
-        marked: The texts in one string, with markers around the passages.
+        texts: System text, passages and question.
+        marked: The texts as one string, with markers around the passages.
         ids: Token ids of the prompt.
-        lengths: Tokens of each context block.
+        lengths: Number of tokens of each context block.
     """
 
     texts: tuple[str, ...]
@@ -55,16 +55,16 @@ class Case(NamedTuple):
 
     @property
     def keep(self) -> tuple[Keep, ...]:
-        """All blocks may be stored."""
+        """Marks all blocks as storable."""
         return (STORED,) * len(self.lengths)
 
     @property
     def params(self) -> dict[str, Any]:
-        """``kv_transfer_params``."""
+        """``kv_transfer_params`` of a request."""
         return BlockPlan("complete", self.lengths, keep=self.keep).to_dict()
 
     def body(self, **more: Any) -> dict[str, Any]:
-        """Body of a completion: greedy, ``TOKENS`` tokens."""
+        """Return the body of a completion request for ``TOKENS`` greedy tokens."""
         return {
             "prompt": self.marked,
             "max_tokens": TOKENS,
@@ -76,7 +76,7 @@ class Case(NamedTuple):
 
 
 class Reference:
-    """The local engine, a directory store, and the profile of its model.
+    """The local engine with a directory store, and the profile of its model.
 
     Args:
         name: Folder of the model.
@@ -99,15 +99,15 @@ class Reference:
         self._records = [json.loads(line) for line in lines]
 
     def options(self, **changed: Any) -> dict[str, Any]:
-        """The connector's, for the reference's own store."""
+        """Return options of a connector that uses the store of the reference."""
         given = {"store": str(self.store), "memory": "64MiB"}
         return given | changed
 
     def case(self, number: int, records: int = 1, pad: int = 0) -> Case:
-        """A question of the bundled data with the passages of so many records.
+        """Return a question of the bundled data with the passages of one or more records.
 
         Args:
-            pad: tokens that are added to its last passage.
+            pad: Number of tokens to add to the last passage.
         """
         taken = self._records[number : number + records]
         passages = [one["text"].strip() for record in taken for one in record["passages"]]
@@ -115,7 +115,7 @@ class Reference:
         return self.case_of((SYSTEM, *passages, f"Question: {taken[0]['question']}\nAnswer:"))
 
     def case_of(self, texts: tuple[str, ...]) -> Case:
-        """A prompt of a system text, passages and a question."""
+        """Return a prompt of a system text, passages and a question."""
         system, *passages, question = texts
         marked = system + "".join(map(wrap, passages)) + question
         prompt = segment(marked, BLANK_LINE)
@@ -123,7 +123,7 @@ class Reference:
         return Case(texts, marked, prompt, ids.flat, tuple(len(block) for block in ids.context))
 
     def stored(self, case: Case) -> Case:
-        """A prompt whose blocks are all stored."""
+        """Store all blocks of a prompt. Returns the prompt."""
         store = DirectoryStore(self.store)
         for block in case.blocks:
             if self.key(block) not in store:
@@ -131,7 +131,7 @@ class Reference:
         return case
 
     def written(self, ids: list[int]) -> BlockKV:
-        """A block that an engine has encoded and whose threads write it, once it is stored."""
+        """Wait until a block that an engine has encoded is stored. Returns its KV."""
         store, until = DirectoryStore(self.store), time.monotonic() + WRITTEN_S
         while (kv := store.get(self.key(ids))) is None and time.monotonic() < until:
             time.sleep(0.05)
@@ -139,17 +139,17 @@ class Reference:
         return kv
 
     def encoded(self, ids: list[int]) -> BlockKV:
-        """A block as the local model computes it."""
+        """Encode a block with the local model."""
         ((kv,),) = self.model.encode([EncodeRequest(ids, token_digest(ids), "")])
         return kv
 
     def key(self, ids: list[int], namespace: str = "") -> str:
-        """Where a block is stored."""
+        """Return the store key of a block."""
         return store_key(self.profile.fingerprint, token_digest(ids), namespace)
 
     def telling(self, place: int) -> Case:
-        """A prompt, all blocks stored, whose answer tells whether it was computed in block mode and
-        whether keys were turned to their places."""
+        """Return a prompt with stored blocks whose answer depends on whether block mode was used,
+        and on whether keys were rotated to their positions."""
         case = self.case(TELLING[place], records=3)
         right = self.answer(case)
         assert right != self.answer(case, "full")
@@ -159,8 +159,8 @@ class Reference:
     def answer(
         self, case: Case, mode: Mode = "block", tokens: int = TOKENS, **options: Any
     ) -> list[int]:
-        """Greedy tokens of the local engine, so many: what follows an answer tells more than the
-        answer."""
+        """Return greedy tokens of the local engine. Their number is fixed, because the text after
+        the actual answer reveals more differences."""
         made = self.engine.generate(
             case.prompt,
             mode=mode,
@@ -173,7 +173,7 @@ class Reference:
 
 
 def assert_close(found: BlockKV, expected: BlockKV) -> None:
-    """Compare the keys and values of two blocks."""
+    """Check that the keys and values of two blocks are close."""
     pairs = zip((*found.keys, *found.values), (*expected.keys, *expected.values), strict=True)
     for one, other in pairs:
         assert float((one - other).abs().max()) < 1e-4 * max(1.0, float(other.abs().max()))

@@ -1,4 +1,4 @@
-"""A connector whose profile rotates keys in another way than vLLM."""
+"""A connector whose profile has different rotations than vLLM."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from blockattn_rag.server.vllm.connector import BlockAttentionConnector
 
 
 class RotatedConnector(BlockAttentionConnector):
-    """The connector, with keys that rotate twice as fast."""
+    """Connector with a profile whose keys rotate twice as fast."""
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         profile = self.worker._profile

@@ -1,4 +1,4 @@
-"""``vllm serve`` in a process of its own, asked over the loopback."""
+"""``vllm serve`` in a separate process, on the loopback interface."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ KEY = "key-of-the-server"
 
 
 class Answered(NamedTuple):
-    """An answer: its tokens and text, why it ended, the report on its blocks, and the usage."""
+    """Answer: tokens, text, finish reason, report on its blocks, and usage."""
 
     tokens: list[int]
     text: str
@@ -36,14 +36,14 @@ class Answered(NamedTuple):
 
 
 class Server:
-    """A server of the bundled model, or of another one, with connector and endpoints.
+    """Server of the bundled model or another one, with the connector and the endpoints.
 
     Args:
-        options: the connector's; None: neither connector nor endpoints.
-        log: a file for what it prints.
-        more: further arguments of ``vllm serve``; of one that is given twice, the last counts.
-        model: the folder of the model.
-        environment: further variables.
+        options: Options of the connector. None: Neither connector nor endpoints.
+        log: File for the output of the server.
+        more: Further arguments of ``vllm serve``, which override earlier ones.
+        model: Folder of the model.
+        environment: Further environment variables.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Server:
         self.log = log
         self._process = subprocess.Popen(
             [
-                # What `vllm serve` runs; the command itself looks for a package that is named vllm.
+                # The module that `vllm serve` runs. The command itself needs a package named vllm.
                 *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model),
                 *("--host", "127.0.0.1", "--port", str(port), "--served-model-name", NAME),
                 *("--dtype", "float32", "--enforce-eager", "--max-model-len", "2048"),
@@ -84,11 +84,11 @@ class Server:
 
     @property
     def pid(self) -> int:
-        """Of the API server, whose children are the engine's processes."""
+        """Process id of the API server, whose children are the processes of the engine."""
         return self._process.pid
 
     def wait(self) -> Server:
-        """Return when it answers; raises RuntimeError with what it printed if it ended."""
+        """Wait until the server is healthy. Raises RuntimeError with the log if it exits."""
         while True:
             if self._process.poll() is not None:
                 raise RuntimeError(self.log.read_text()[-4000:])
@@ -99,12 +99,12 @@ class Server:
                 time.sleep(0.5)
 
     def post(self, path: str, body: dict[str, Any], **headers: str) -> httpx.Response:
-        """The answer to a body, which gets the model's name unless it asks to encode."""
+        """Send a body, with the name of the model unless the path is that for encoding."""
         model = {} if path == ENCODE else {"model": NAME}
         return self.http.post(path, json={**model, **body}, headers=headers)
 
     def ask(self, body: dict[str, Any], path: str = COMPLETIONS, **headers: str) -> Answered:
-        """The answer to a body, of which the tokens are returned."""
+        """Send a body that requests token ids. Returns the answer."""
         response = self.post(path, {"return_token_ids": True, **body}, **headers)
         assert response.status_code == 200, response.text
         data = response.json()
@@ -115,17 +115,17 @@ class Server:
         )
 
     def refusal(self, body: dict[str, Any], path: str = COMPLETIONS, status: int = 400) -> str:
-        """The message with which a body is refused."""
+        """Send a body that must be refused. Returns the error message."""
         response = self.post(path, body)
         assert response.status_code == status, response.text
         return str(response.json()["error"]["message"])
 
     def client(self) -> ServerClient:
-        """This package's client of the server."""
+        """Return a client of this package for the server."""
         return ServerClient(str(self.http.base_url), KEY)
 
     def events(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """The events of a stream. Leaving them early closes it."""
+        """Yield the events of a stream, which is closed if the caller stops early."""
         asked = {"model": NAME, "stream": True, **body}
         with self.http.stream("POST", path, json=asked) as response:
             for line in response.iter_lines():
@@ -133,19 +133,19 @@ class Server:
                     yield json.loads(line.removeprefix("data: "))
 
     def counted(self, name: str) -> float:
-        """The sum of a Prometheus counter or gauge."""
+        """Return the sum of a Prometheus counter or gauge over all labels."""
         lines = self.http.get("/metrics").text.splitlines()
         return sum(float(line.split()[-1]) for line in lines if line.startswith(f"{name}{{"))
 
     def kill(self) -> None:
-        """End it and all its processes at once, as a crash does."""
+        """Kill the server and all of its processes, as in a crash."""
         for process in [*psutil.Process(self._process.pid).children(recursive=True), self._process]:
             process.kill()
         self._process.wait()
         self.http.close()
 
     def close(self) -> None:
-        """End it."""
+        """Terminate the server."""
         self.http.close()
         self._process.terminate()
         try:
@@ -162,7 +162,7 @@ def serving(
     environment: dict[str, str] | None = None,
     **options: Any,
 ) -> Iterator[Server]:
-    """Body of a fixture: a server whose store and log have a name of their own."""
+    """Body of fixtures: run a server whose store and log have this name."""
     folder = reference.folder
     server = Server(
         reference.options(store=str(folder / name), **options),

@@ -1,4 +1,4 @@
-"""A connector whose loads wait while a file is there."""
+"""A connector whose loads wait while a file exists."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 from blockattn_rag.server.vllm.connector import BlockAttentionConnector
 
 GATE = "BLOCKATTN_TEST_GATE"
-"""Environment variable with the file's path."""
+"""Environment variable with the path of the file."""
 
 
 class SlowConnector(BlockAttentionConnector):
-    """The connector, with loads that end when the gate is open, after 30 seconds at most."""
+    """Connector whose loads end when the file is deleted, or after 30 seconds."""
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         super().register_kv_caches(kv_caches)

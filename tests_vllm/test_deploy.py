@@ -1,4 +1,4 @@
-"""vLLM takes the options of the deployment examples."""
+"""vLLM accepts the options of the deployment examples."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ except ModuleNotFoundError:  # vLLM 0.32
 DEPLOY = Path(__file__).parents[1] / "deploy"
 
 
-def test_the_server_s_options_are_those_of_vllm() -> None:
+def test_server_options_are_accepted_by_vllm() -> None:
     parser = make_arg_parser(FlexibleArgumentParser())
     given = parser.parse_args(["--config", str(DEPLOY / "serve.yaml")])
     assert (given.model, given.served_model_name) == ("/model", ["llama"])
@@ -34,7 +34,7 @@ def test_the_server_s_options_are_those_of_vllm() -> None:
     assert ServingConfig.parse(transfer.kv_connector_extra_config).cache is not None
 
 
-def test_the_options_of_a_container_are_added_to_those_of_serve() -> None:
+def test_container_options_are_added_to_those_of_serve() -> None:
     services = yaml.safe_load((DEPLOY / "compose.yaml").read_text("utf-8"))["services"]
     words = services["vllm"]["command"]
     options = words[words.index("--") + 1 :]

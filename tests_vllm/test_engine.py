@@ -1,4 +1,4 @@
-"""One rank, loads beside other requests, chunks of 32 tokens, a cache that is soon full."""
+"""One rank with concurrent loads, chunks of 32 tokens and a small cache."""
 
 from __future__ import annotations
 
@@ -45,17 +45,17 @@ def engine(reference: Reference, gate: Path) -> Iterator[Engine]:
 
 @pytest.fixture(scope="module")
 def recipe() -> Recipe | None:
-    """The engine's recipe. None: that of the local engine."""
+    """Recipe of the engine. None: The recipe of the local engine."""
     return None
 
 
 def free_pages_are_all(engine: Engine) -> bool:
-    """Whether no page is in use. The first answer after a failure may still hold some."""
+    """Whether all pages are free. After a failure, this may only be true after the next answer."""
     engine.ask([5, 6, 7], max_tokens=1)
     return engine.counted("vllm:kv_cache_usage_perc") == 0.0
 
 
-def test_answers_are_those_of_the_local_engine(reference: Reference, engine: Engine) -> None:
+def test_answers_equal_those_of_the_local_engine(reference: Reference, engine: Engine) -> None:
     for place in range(3):
         case = reference.telling(place)
         said = engine.block(case)
@@ -66,7 +66,7 @@ def test_answers_are_those_of_the_local_engine(reference: Reference, engine: Eng
 
 
 @pytest.mark.parametrize("beyond", [0, 1, PAGE - 1])
-def test_context_may_end_within_a_page(reference: Reference, engine: Engine, beyond: int) -> None:
+def test_a_context_may_end_within_a_page(reference: Reference, engine: Engine, beyond: int) -> None:
     pad = (beyond - sum(reference.case(6, records=3).lengths)) % PAGE
     case = reference.stored(reference.case(6, records=3, pad=pad))
     assert reference.answer(case) != reference.answer(case, recipe=Recipe(positions="composite"))
@@ -74,7 +74,7 @@ def test_context_may_end_within_a_page(reference: Reference, engine: Engine, bey
     assert engine.block(case).tokens == reference.answer(case)
 
 
-def test_pages_of_the_modes_are_kept_apart(reference: Reference, engine: Engine) -> None:
+def test_pages_of_the_two_modes_are_separate(reference: Reference, engine: Engine) -> None:
     case = reference.telling(3)
     block, full = reference.answer(case), reference.answer(case, "full")
     assert [engine.block(case).tokens, engine.full(case).tokens] == [block, full]
@@ -85,16 +85,18 @@ def test_pages_of_the_modes_are_kept_apart(reference: Reference, engine: Engine)
     assert engine.full(case).tokens == full
 
 
-def test_other_cuts_have_their_own_pages(reference: Reference, engine: Engine) -> None:
+def test_differently_split_prompts_have_their_own_pages(
+    reference: Reference, engine: Engine
+) -> None:
     case = reference.telling(4)
     whole = reference.stored(case._replace(lengths=(sum(case.lengths),)))
-    # One block and a final one are the plain prompt.
+    # With a single context block, block mode equals full mode.
     for _ in range(2):
         assert engine.block(whole).tokens == reference.answer(case, "full")
         assert engine.block(case).tokens == reference.answer(case)
 
 
-def test_a_client_cannot_name_the_salt_of_block_mode(reference: Reference, engine: Engine) -> None:
+def test_clients_cannot_use_salts_of_block_mode(reference: Reference, engine: Engine) -> None:
     case = reference.telling(5)
     own = salt(BlockPlan("complete", case.lengths, keep=case.keep), reference.profile)
     outputs = engine.llm.generate(
@@ -107,7 +109,7 @@ def test_a_client_cannot_name_the_salt_of_block_mode(reference: Reference, engin
     assert said.blocks["local_tokens"] == 0
 
 
-def test_client_salt_separates_pages(reference: Reference, engine: Engine) -> None:
+def test_salts_of_clients_separate_pages(reference: Reference, engine: Engine) -> None:
     case = reference.telling(5)
     engine.block(case)
     for least, most in ((0, 0), (PAGE, sum(case.lengths))):
@@ -121,7 +123,7 @@ def test_client_salt_separates_pages(reference: Reference, engine: Engine) -> No
         assert least <= output.kv_transfer_params["blockattn"]["local_tokens"] <= most
 
 
-def test_many_requests_at_once_share_what_they_may(
+def test_concurrent_requests_share_pages_where_allowed(
     reference: Reference, engine: Engine, recipe: Recipe | None
 ) -> None:
     cases = [reference.telling(place % 7) for place in range(16)]
@@ -133,7 +135,7 @@ def test_many_requests_at_once_share_what_they_may(
     assert [said.tokens for said in engine.ask_all(asked)] == expected
 
 
-def test_preempted_request_continues(
+def test_preempted_requests_continue(
     reference: Reference, engine: Engine, recipe: Recipe | None
 ) -> None:
     cases = [reference.telling(place) for place in range(4)]
@@ -145,7 +147,7 @@ def test_preempted_request_continues(
     assert free_pages_are_all(engine)
 
 
-def test_two_answers_to_one_prompt_are_both_right(
+def test_two_answers_to_one_prompt_are_both_correct(
     reference: Reference, engine: Engine, recipe: Recipe | None
 ) -> None:
     case = reference.telling(6)
@@ -158,7 +160,7 @@ def test_two_answers_to_one_prompt_are_both_right(
     assert [list(one.token_ids) for one in output.outputs] == [expected] * 2
 
 
-def test_missing_block_fails_one_request(reference: Reference, engine: Engine) -> None:
+def test_a_missing_block_only_fails_its_request(reference: Reference, engine: Engine) -> None:
     missing = reference.case(50, records=2)
     failed = engine.counted("vllm:blockattn_load_failures")
     assert engine.block(missing).reason == "error"
@@ -176,7 +178,7 @@ def test_damaged_entries_are_not_used(reference: Reference, engine: Engine) -> N
     path.write_bytes(path.read_bytes()[:-100])
     assert engine.block(cut).reason == "error"
     foreign = reference.case(37)
-    for block in foreign.blocks[1:]:  # the system message is in all prompts
+    for block in foreign.blocks[1:]:  # all prompts share the system message
         other = replace(reference.encoded(block[::-1]), digest=reference.encoded(block).digest)
         store.put(reference.key(block), other)
     assert engine.block(foreign).reason == "error"
@@ -185,7 +187,7 @@ def test_damaged_entries_are_not_used(reference: Reference, engine: Engine) -> N
     assert free_pages_are_all(engine)
 
 
-def test_recovered_store_serves_within_a_second(reference: Reference, engine: Engine) -> None:
+def test_a_recovered_store_is_used_within_a_second(reference: Reference, engine: Engine) -> None:
     case = reference.stored(reference.case(45, records=2))
     objects = DirectoryStore(reference.store).entry_path("0" * 64).parents[1]
     objects.rename(reference.folder / "away")
@@ -198,13 +200,13 @@ def test_recovered_store_serves_within_a_second(reference: Reference, engine: En
     assert engine.block(case).tokens == reference.answer(case)
 
 
-def test_aborted_load_frees_its_pages(reference: Reference, engine: Engine, gate: Path) -> None:
+def test_an_aborted_load_frees_its_pages(reference: Reference, engine: Engine, gate: Path) -> None:
     case = reference.stored(reference.case(30, records=2))
     gate.touch()
     try:
         engine.add("left", case.ids, case.params)
         engine.add("other", case.ids[:40], None)
-        # The other one runs while the load waits, and ends before it.
+        # The other request runs and ends while the load is waiting.
         assert engine.first_to_end() == "other"
     finally:
         engine.leave("left")
@@ -223,7 +225,7 @@ def test_aborted_load_frees_its_pages(reference: Reference, engine: Engine, gate
         {"blockattn": {"v": 1, "op": "complete", "lengths": [3], "namespace": "b", "mac": "0"}},
     ],
 )
-def test_invalid_plan_fails(
+def test_invalid_plans_fail(
     engine: Engine, params: dict[str, object], reference: Reference
 ) -> None:
     case = reference.case(1)
@@ -240,7 +242,7 @@ def test_prompt_logprobs_are_refused_in_block_mode(reference: Reference, engine:
     assert engine.block(case).tokens == reference.answer(case)
 
 
-def test_encoded_block_is_a_hit_for_all_engines(reference: Reference, engine: Engine) -> None:
+def test_an_encoded_block_is_a_hit_for_all_engines(reference: Reference, engine: Engine) -> None:
     case = reference.case(44)
     store = DirectoryStore(reference.store)
     for block in case.blocks:
@@ -250,5 +252,5 @@ def test_encoded_block_is_a_hit_for_all_engines(reference: Reference, engine: En
     for block in case.blocks:
         assert_close(reference.written(block), reference.encoded(block))
     hits = reference.engine.generate(case.prompt, max_new_tokens=4).stats
-    assert hits.misses <= 1  # the system message is looked for elsewhere
+    assert hits.misses <= 1  # the system message has a private key
     assert engine.block(case).tokens == reference.answer(case)

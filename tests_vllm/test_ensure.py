@@ -1,4 +1,4 @@
-"""Blocks are encoded once for all who need them, and not on servers that only read."""
+"""Missing blocks are encoded once for all requests, and never on read-only servers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tests_vllm.reference import MODEL, Reference
 
 
 class Client:
-    """An engine that stores what it encodes, or ends requests for another reason."""
+    """Engine client that stores encoded blocks, or ends requests for another reason."""
 
     def __init__(
         self,
@@ -91,7 +91,9 @@ def blocks_of(reference: Reference) -> list[Encodable]:
     return encodables(blocks, "", reference.profile, opens_prompt=True, keep=keep)
 
 
-def test_block_is_encoded_once_for_all(reference: Reference, store: DirectoryStore) -> None:
+def test_a_block_is_encoded_once_for_concurrent_requests(
+    reference: Reference, store: DirectoryStore
+) -> None:
     client = Client(reference, store)
     ensurer, blocks = ensurer_of(client), blocks_of(reference)
 
@@ -103,7 +105,7 @@ def test_block_is_encoded_once_for_all(reference: Reference, store: DirectorySto
     assert asyncio.run(ensurer_of(client).ensure(blocks)) == [False] * len(blocks)
 
 
-def test_leaving_spares_other_waiters(reference: Reference, store: DirectoryStore) -> None:
+def test_leaving_does_not_affect_other_waiters(reference: Reference, store: DirectoryStore) -> None:
     client = Client(reference, store)
     ensurer, blocks = ensurer_of(client), blocks_of(reference)
 
@@ -120,7 +122,7 @@ def test_leaving_spares_other_waiters(reference: Reference, store: DirectoryStor
     assert len(client.asked) == len(blocks) - 1
 
 
-def test_blocks_that_nobody_waits_for_any_more_are_not_encoded(
+def test_blocks_without_waiting_requests_are_not_encoded(
     reference: Reference, store: DirectoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ensure, "_AT_ONCE", 1)
@@ -137,10 +139,10 @@ def test_blocks_that_nobody_waits_for_any_more_are_not_encoded(
         return await ensurer.ensure(blocks[-1:])
 
     assert asyncio.run(all_leave()) == [True]
-    assert len(client.asked) == 2  # what had begun, and what was asked for again
+    assert len(client.asked) == 2  # the running request and the new one
 
 
-def test_no_more_is_encoded_at_once_than_may_wait_to_be_stored(
+def test_concurrent_encoding_is_limited_by_the_write_queue(
     reference: Reference, store: DirectoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     blocks = blocks_of(reference)
@@ -152,7 +154,7 @@ def test_no_more_is_encoded_at_once_than_may_wait_to_be_stored(
     assert client.most_at_once == 1
 
 
-def test_nothing_is_encoded_for_a_store_that_takes_nothing(
+def test_nothing_is_encoded_for_an_unwritable_store(
     reference: Reference, store: DirectoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ensure, "_STORED_WITHIN_S", 0.01)
@@ -177,7 +179,9 @@ def test_nothing_is_encoded_for_a_store_that_takes_nothing(
     assert asyncio.run(ask()) == [True, True]
 
 
-def test_full_store_keeps_blocks_in_memory(reference: Reference, store: DirectoryStore) -> None:
+def test_with_a_full_store_blocks_are_kept_in_memory(
+    reference: Reference, store: DirectoryStore
+) -> None:
     client = Client(reference, store, unstored="No space left on device")
     ensurer, blocks = ensurer_of(client), blocks_of(reference)
     began = time.monotonic()
@@ -188,25 +192,27 @@ def test_full_store_keeps_blocks_in_memory(reference: Reference, store: Director
     assert list(store.keys()) == []
 
 
-def test_must_store_fails_with_the_reason(reference: Reference, store: DirectoryStore) -> None:
+def test_must_store_raises_the_reason(reference: Reference, store: DirectoryStore) -> None:
     client = Client(reference, store, unstored="No space left on device")
     ensurer, blocks = ensurer_of(client), blocks_of(reference)
     began = time.monotonic()
-    for _ in range(2):  # the second time without a try
+    for _ in range(2):  # the second time, nothing is attempted
         with pytest.raises(ServingError, match="not stored: No space left on device"):
             asyncio.run(ensurer.ensure(blocks, must_store=True))
     assert time.monotonic() - began < 10
     assert client.kept == []
 
 
-def test_full_store_without_memory_is_an_error(reference: Reference, store: DirectoryStore) -> None:
+def test_a_full_store_without_private_memory_is_an_error(
+    reference: Reference, store: DirectoryStore
+) -> None:
     client = Client(reference, store, unstored="No space left on device")
     ensurer = ensurer_of(client, private_memory="0")
     with pytest.raises(ServingError, match="not stored: No space left on device"):
         asyncio.run(ensurer.ensure(blocks_of(reference)))
 
 
-def test_a_store_that_says_nothing_is_not_waited_for_without_end(
+def test_waiting_for_an_unresponsive_store_times_out(
     reference: Reference, store: DirectoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ensure, "_ANSWERED_WITHIN_S", 0.01)
@@ -219,7 +225,7 @@ def test_a_store_that_says_nothing_is_not_waited_for_without_end(
         answers.set()
 
 
-def test_what_a_store_says_of_its_place_is_logged_and_not_told_to_clients(
+def test_store_locations_are_logged_but_hidden_from_clients(
     reference: Reference,
     store: DirectoryStore,
     monkeypatch: pytest.MonkeyPatch,
@@ -238,7 +244,9 @@ def test_what_a_store_says_of_its_place_is_logged_and_not_told_to_clients(
     assert f"{store.path}/" in caplog.text
 
 
-def test_read_only_server_names_missing_blocks(reference: Reference, store: DirectoryStore) -> None:
+def test_a_read_only_server_reports_missing_blocks(
+    reference: Reference, store: DirectoryStore
+) -> None:
     client = Client(reference, store)
     blocks = blocks_of(reference)
     with pytest.raises(MissError, match=f"{len(blocks) - 1} of {len(blocks)} blocks"):
@@ -246,7 +254,7 @@ def test_read_only_server_names_missing_blocks(reference: Reference, store: Dire
     assert client.asked == []
 
 
-def test_encoding_error_is_reported(reference: Reference, store: DirectoryStore) -> None:
+def test_encoding_errors_are_reported(reference: Reference, store: DirectoryStore) -> None:
     client = Client(reference, store, reason="error")
     with pytest.raises(ServingError, match="ended by 'error'"):
         asyncio.run(ensurer_of(client).ensure(blocks_of(reference)))
@@ -258,7 +266,9 @@ def kept_of(reference: Reference, *keep: Keep) -> list[Encodable]:
     )
 
 
-def test_read_only_server_encodes_for_memory(reference: Reference, store: DirectoryStore) -> None:
+def test_a_read_only_server_encodes_for_its_memory(
+    reference: Reference, store: DirectoryStore
+) -> None:
     client = Client(reference, store)
     ensurer = ensurer_of(client, read_only=True)
     blocks = kept_of(reference, IN_MEMORY, PRIVATE, PRIVATE)
@@ -266,11 +276,13 @@ def test_read_only_server_encodes_for_memory(reference: Reference, store: Direct
         assert asyncio.run(ensurer.ensure(blocks)) == [encoded] * 3
     assert client.kept == [IN_MEMORY, PRIVATE, PRIVATE]
     assert list(store.keys()) == []
-    # Lost by the workers, as a failed load tells.
+    # After a failed load, the blocks count as lost by the workers.
     assert asyncio.run(ensurer.ensure(blocks, thorough=True)) == [True] * 3
 
 
-def test_stored_blocks_do_not_serve_as_private(reference: Reference, store: DirectoryStore) -> None:
+def test_stored_blocks_are_not_used_as_private_blocks(
+    reference: Reference, store: DirectoryStore
+) -> None:
     blocks = kept_of(reference, IN_MEMORY, PRIVATE)
     for one in kept_of(reference, STORED, STORED):
         store.put(one.key, reference.encoded(one.token_ids))
@@ -281,7 +293,7 @@ def test_stored_blocks_do_not_serve_as_private(reference: Reference, store: Dire
     assert client.kept == [PRIVATE] * 2
 
 
-def test_memory_block_is_stored_later(reference: Reference, store: DirectoryStore) -> None:
+def test_a_block_in_memory_is_stored_later(reference: Reference, store: DirectoryStore) -> None:
     client = Client(reference, store)
     ensurer = ensurer_of(client)
     assert asyncio.run(ensurer.ensure(kept_of(reference, IN_MEMORY))) == [True]
@@ -289,7 +301,7 @@ def test_memory_block_is_stored_later(reference: Reference, store: DirectoryStor
 
     async def ensure_and_wait() -> list[bool]:
         encoded = await ensurer.ensure([block])
-        assert block.key not in store, "the answer does not wait for it"
+        assert block.key not in store, "expected the answer not to wait for the store"
         await asyncio.gather(*asyncio.all_tasks() - {asyncio.current_task()})
         return encoded
 
@@ -299,7 +311,7 @@ def test_memory_block_is_stored_later(reference: Reference, store: DirectoryStor
     assert len(client.asked) == 2
 
 
-def test_read_only_server_stores_nothing(reference: Reference, store: DirectoryStore) -> None:
+def test_a_read_only_server_stores_nothing(reference: Reference, store: DirectoryStore) -> None:
     client = Client(reference, store)
     ensurer = ensurer_of(client, read_only=True)
     assert asyncio.run(ensurer.ensure(kept_of(reference, IN_MEMORY))) == [True]
@@ -309,7 +321,9 @@ def test_read_only_server_stores_nothing(reference: Reference, store: DirectoryS
         asyncio.run(ensurer.ensure(kept_of(reference, STORED), thorough=True))
 
 
-def test_too_many_blocks_are_refused_first(reference: Reference, store: DirectoryStore) -> None:
+def test_too_many_blocks_are_refused_before_encoding(
+    reference: Reference, store: DirectoryStore
+) -> None:
     client = Client(reference, store)
     blocks = kept_of(reference, PRIVATE, PRIVATE)
     room = sum(one.tokens for one in blocks) * reference.profile.bytes_per_token

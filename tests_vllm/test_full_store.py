@@ -1,4 +1,4 @@
-"""A store that takes no blocks: answers come all the same, and at once."""
+"""Requests are answered without delay even if the store cannot be written."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests_vllm.server import Server, serving
 
 MOST_FILE_BYTES = 1024
 AT_ONCE_S = 20
-"""Far less than the time for which a server waits for a store that reports nothing."""
+"""Much less than the time that a server waits for an unresponsive store."""
 
 
 @pytest.fixture
@@ -26,14 +26,16 @@ def store(reference: Reference) -> DirectoryStore:
 
 @pytest.fixture
 def server(reference: Reference, store: DirectoryStore) -> Iterator[Server]:
-    """A server whose processes cannot write a file as large as an entry."""
+    """A server whose processes cannot write files as large as an entry."""
     for server in serving(reference, "full"):
         for process in psutil.Process(server.pid).children(recursive=True):
             resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (MOST_FILE_BYTES,) * 2)
         yield server
 
 
-def test_full_store_answers(reference: Reference, store: DirectoryStore, server: Server) -> None:
+def test_requests_are_answered_with_a_full_store(
+    reference: Reference, store: DirectoryStore, server: Server
+) -> None:
     case = reference.case(10)
     for encoded in (len(case.lengths), 0):
         began = time.monotonic()

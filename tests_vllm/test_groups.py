@@ -1,4 +1,4 @@
-"""Models with windows, shared layers or latent layers, in vLLM's own memory manager."""
+"""Models with windows, shared layers or latent layers, with vLLM's hybrid memory manager."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Served(NamedTuple):
     family: Family
 
     def case(self, beyond: int) -> Case:
-        """A prompt whose context ends so many tokens after the start of a page."""
+        """Return a prompt whose context ends ``beyond`` tokens after the start of a page."""
         case = self.reference.case(25, records=2)
         pad = (beyond - sum(case.lengths)) % self.family.page_tokens
         return self.reference.case(25, records=2, pad=pad)
@@ -45,19 +45,19 @@ def served(
     engine.close()
 
 
-def test_vllm_s_memory_manager_is_on(served: Served) -> None:
+def test_the_hybrid_memory_manager_is_enabled(served: Served) -> None:
     config = served.engine.llm.llm_engine.vllm_config
     assert config.scheduler_config.disable_hybrid_kv_cache_manager is False
 
 
-# With the first one, a window starts at the start of a page.
+# With the first value, a window starts at the start of a page.
 @pytest.mark.parametrize("beyond", [WINDOW - 1, 0, 1, -1])
-def test_answers_are_those_of_the_local_engine(served: Served, beyond: int) -> None:
+def test_answers_equal_those_of_the_local_engine(served: Served, beyond: int) -> None:
     reference, engine, page = served.reference, served.engine, served.family.page_tokens
     case = reference.stored(served.case(beyond))
     right = reference.answer(case)
     assert right != reference.answer(case, "full")
-    assert right != reference.answer(case, recipe=Recipe(positions="composite"))  # not rotated
+    assert right != reference.answer(case, recipe=Recipe(positions="composite"))  # without rotation
     answer = engine.block(case)
     assert answer.tokens == right
     assert answer.blocks is not None
@@ -65,8 +65,8 @@ def test_answers_are_those_of_the_local_engine(served: Served, beyond: int) -> N
     again = engine.block(case)
     assert again.tokens == right
     assert again.blocks is not None
-    # No page of a window that starts with a page is full, so vLLM cannot cache it. On CPUs, it has
-    # no prefix cache for latent layers.
+    # If a window starts at a page, none of its pages is full, so vLLM cannot cache them. On CPUs,
+    # vLLM has no prefix cache for latent layers.
     is_cached = not served.family.is_latent and beyond != WINDOW - 1
     assert again.blocks["local_tokens"] >= (page if is_cached else 0)
     assert engine.full(case).tokens == reference.answer(case, "full")

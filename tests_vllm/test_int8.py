@@ -1,4 +1,4 @@
-"""A server that stores in int8 what it encodes, and reads both kinds of entries."""
+"""A server that stores blocks in int8, and reads int8 and float entries."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ def engine(options: dict[str, Any]) -> Iterator[Engine]:
 
 @pytest.fixture(scope="module")
 def local(reference: Reference, store: DirectoryStore) -> BlockAttentionEngine:
-    """This package's engine over the server's store."""
+    """This package's engine with the store of the server."""
     return BlockAttentionEngine(reference.model, DirectoryStore(store.path), kv_dtype="int8")
 
 
 def encode(engine: Engine, reference: Reference, store: DirectoryStore, case: Case) -> None:
-    """Have those blocks of a prompt encoded by the server that are not stored."""
+    """Let the server encode the blocks of a prompt that are not stored."""
     missing = [ids for ids in case.blocks if reference.key(ids) not in store]
     plans = [BlockPlan("encode", (len(ids),), keep=(STORED,)).to_dict() for ids in missing]
     engine.ask_all([*zip(missing, plans, strict=True)], max_tokens=1)
@@ -56,16 +56,18 @@ def encode(engine: Engine, reference: Reference, store: DirectoryStore, case: Ca
 
 
 def answer(local: BlockAttentionEngine, case: Case) -> list[int]:
-    """Greedy tokens of the local engine, which computes nothing but what may not be stored."""
+    """Return greedy tokens of the local engine, which only computes private blocks."""
     made = local.generate(
         case.prompt, max_new_tokens=TOKENS, min_new_tokens=TOKENS, temperature=0.0
     )
-    assert made.stats.misses <= 1  # the system message is looked for elsewhere
+    assert made.stats.misses <= 1  # the system message has a private key
     assert made.stats.int8_blocks
     return list(made.token_ids)
 
 
-def test_encodes_int8_as_local(reference: Reference, engine: Engine, store: DirectoryStore) -> None:
+def test_encoded_int8_blocks_equal_the_local_ones(
+    reference: Reference, engine: Engine, store: DirectoryStore
+) -> None:
     case = reference.case(TELLING[0])
     encode(engine, reference, store, case)
     for ids in case.blocks:
@@ -78,7 +80,7 @@ def test_encodes_int8_as_local(reference: Reference, engine: Engine, store: Dire
 
 
 @pytest.mark.parametrize("number", TELLING[:3])
-def test_answers_from_int8_are_those_of_the_local_engine(
+def test_answers_from_int8_equal_those_of_the_local_engine(
     reference: Reference,
     engine: Engine,
     store: DirectoryStore,
@@ -94,7 +96,7 @@ def test_answers_from_int8_are_those_of_the_local_engine(
 
 
 @pytest.mark.parametrize("number", TELLING[3:6])
-def test_a_prompt_may_have_blocks_of_both_kinds(
+def test_a_prompt_may_mix_int8_and_float_blocks(
     reference: Reference,
     engine: Engine,
     store: DirectoryStore,
@@ -114,7 +116,7 @@ def test_a_prompt_may_have_blocks_of_both_kinds(
     assert said.tokens == answer(local, case)
 
 
-def test_a_block_that_stays_in_memory_is_kept_in_int8(
+def test_blocks_in_memory_are_kept_in_int8(
     reference: Reference, engine: Engine, local: BlockAttentionEngine
 ) -> None:
     case = reference.case(47)
@@ -130,7 +132,7 @@ def test_a_block_that_stays_in_memory_is_kept_in_int8(
 
 
 class Client:
-    """The engine as the API server's process has it."""
+    """Engine client, as in the process of the API server."""
 
     model_config = SimpleNamespace(max_model_len=2048, tokenizer=MODEL, tokenizer_revision=None)
     vllm_config = SimpleNamespace(structured_outputs_config=SimpleNamespace(backend="auto"))
@@ -145,7 +147,7 @@ class Client:
             yield output
 
 
-def test_bytes_are_told_as_they_are_stored(
+def test_reported_bytes_are_those_of_the_store(
     reference: Reference, engine: Engine, store: DirectoryStore, options: dict[str, Any]
 ) -> None:
     state = SimpleNamespace(

@@ -1,4 +1,4 @@
-"""What is told to Prometheus of loads."""
+"""Prometheus metrics of loads."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from blockattn_rag.server.vllm.metrics import Counters, count_loads
 from blockattn_rag.store import TierStats
 
 
-def test_loads_are_counted_by_the_names_of_tiers() -> None:
+def test_loads_are_counted_by_tier() -> None:
     names = ("memory", "disk", "cache", "home")
     before = LoaderStats(tiers=())
     now = LoaderStats(loads=1, tiers=tuple(TierStats(n, hits=at) for at, n in enumerate(names)))

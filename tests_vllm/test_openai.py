@@ -1,4 +1,4 @@
-"""The routes for OpenAI clients: passages in their bodies are blocks, and answers are vLLM's."""
+"""The routes for OpenAI clients: passages in requests are blocks, and answers are vLLM's."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def client(server: Server) -> openai.OpenAI:
 
 
 def asked(reference: Reference, number: int, **more: Any) -> dict[str, Any]:
-    """Body with the passages of a record of the bundled data as documents."""
+    """Return a body with the passages of a bundled record as documents."""
     _, *passages, question = reference.case(number).texts
     return {
         "messages": [{"role": "user", "content": question}],
@@ -131,7 +131,7 @@ def test_other_text_is_not_stored(reference: Reference, server: Server) -> None:
 
 def test_streams_the_answer(reference: Reference, server: Server, client: openai.OpenAI) -> None:
     body = asked(reference, 13)
-    answered(server, body)  # stores the passages
+    answered(server, body)  # the first request stores the passages
     whole = answered(server, body)
     extra = {"documents": body.pop("documents")}
     chunks = [
@@ -155,7 +155,7 @@ def test_streams_the_answer(reference: Reference, server: Server, client: openai
     assert not any("kv_transfer_params" in (one.model_extra or {}) for one in chunks)
 
 
-def test_a_chat_without_passages_is_the_one_of_vllm(server: Server, client: openai.OpenAI) -> None:
+def test_a_chat_without_passages_is_unchanged(server: Server, client: openai.OpenAI) -> None:
     messages: Any = [{"role": "user", "content": "How tall is Halden Tower?"}]
     answer = client.chat.completions.create(model=NAME, messages=messages, **GREEDY)  # type: ignore[call-overload]
     plain = server.post("/v1/chat/completions", {"messages": messages, **GREEDY}).json()
@@ -179,7 +179,7 @@ def test_parts_of_a_message_are_passages(reference: Reference, server: Server) -
 @pytest.mark.parametrize("stream", [False, True])
 def test_schemas_constrain_answers(reference: Reference, server: Server, stream: bool) -> None:
     schema = {"name": "height", "schema": TOOL["function"]["parameters"]}  # type: ignore[index]
-    # The penalty ends runs of blanks, which the grammar of calls allows.
+    # The penalty ends repeated spaces, which the grammar of calls allows.
     body = asked(reference, 15, max_tokens=128, frequency_penalty=2.0)
     for more in (
         {"response_format": {"type": "json_schema", "json_schema": schema}},
@@ -212,7 +212,7 @@ def test_tenants_share_neither_passages_nor_counts(reference: Reference, server:
 
 
 def recognized(server: Server, body: dict[str, Any], hits: int, **headers: str) -> dict[str, Any]:
-    """Answer to a chat, once the index, which is read in the background, has its passages."""
+    """Repeat a chat until the index, which is read in the background, has its passages."""
     for _ in range(100):
         answer = answered(server, body, **headers)
         if answer["blockattn"].get("hits", 0) >= hits:
@@ -221,7 +221,7 @@ def recognized(server: Server, body: dict[str, Any], hits: int, **headers: str) 
     return answer
 
 
-def test_tenants_recognize_own(reference: Reference, server: Server) -> None:
+def test_tenants_only_recognize_their_own_passages(reference: Reference, server: Server) -> None:
     _, ingested, sent, *_, question = (text.strip() for text in reference.case(18).texts)
     server.client().encode([ingested])
     text = f"Context:\n<source>{ingested}</source>\n<source>{sent}</source>\n{question}"
@@ -235,7 +235,7 @@ def test_tenants_recognize_own(reference: Reference, server: Server) -> None:
     impossible = answered(server, {**plain, "prompt_logprobs": 1})["blockattn"]
     assert impossible["mode"] == "full"
     assert "prompt_logprobs is not possible in block mode" in impossible["reason"]
-    # Until the index of tenant "e" has been read, "e" finds nothing at all.
+    # Tenant "e" recognizes no passages until its index has been read.
     tenant = {"x-tenant-id": "e"}
     own = reference.case(19).texts[1].strip()
     chat = {"messages": [{"role": "user", "content": f"<source>{own}</source>\n{question}"}]}
@@ -253,10 +253,10 @@ def test_sources_of_a_front_end_are_reused_in_the_next_turn(server: Server, name
     reports = [answered(server, body, **tenant)["blockattn"] for body in (first, second, second)]
     assert [report["hits"] + report["misses"] for report in reports] == [4, 4, 4]
     assert (reports[0]["hits"], reports[2]["misses"]) == (0, 0)
-    assert reports[1]["misses"] in (1, 2, 3)  # the new source; in some, the head and the marks
+    assert reports[1]["misses"] in (1, 2, 3)  # the new source, and possibly head and delimiters
 
 
-def test_documents_are_refused_where_vllm_sees_media_and_would_ignore_them(server: Server) -> None:
+def test_documents_are_refused_with_media_fields(server: Server) -> None:
     part = {"type": "text", "text": "How tall?", "image_url": "x"}
     body = {"messages": [{"role": "user", "content": [part]}], "documents": [{"text": "One."}]}
     response = server.post(CHATS, body)
@@ -280,7 +280,7 @@ FIELDS = [*ChatCompletionRequest.model_fields, "blockattn", "unknown"]
 
 
 def _malformed(reference: Reference, seed: int) -> dict[str, Any]:
-    """A valid body, with or without passages, of which some fields are replaced by junk."""
+    """Return a valid body, with or without passages, with some fields replaced by junk."""
     choose = random.Random(seed)
     body = asked(reference, 17, max_tokens=2)
     if choose.random() < 0.5:
@@ -313,7 +313,7 @@ def test_no_malformed_body_causes_an_internal_error(reference: Reference, server
 @pytest.mark.parametrize(
     "content", [b"", b"{", b"[" * 100_000, b'"x"', b"\xff", b'{"messages": NaN}', b"1" * 5000]
 )
-def test_a_body_that_is_no_object_is_refused(server: Server, content: bytes) -> None:
+def test_a_body_that_is_not_an_object_is_refused(server: Server, content: bytes) -> None:
     headers = {"Content-Type": "application/json"}
     response = server.http.post(CHATS, content=content, headers=headers)
     assert response.status_code == 400

@@ -1,4 +1,4 @@
-"""Pages are read as they were written, however a backend lays them out."""
+"""Pages are read as they were written, whatever the memory layout of the backend."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GROUP = KVGroup(0, TOKENS)
 
 
 class Backend:
-    """An attention backend that permutes the elements of each page, and maybe rounds them."""
+    """Attention backend that permutes the elements of each page. ``rounds``: Also rounds them."""
 
     def __init__(self, rounds: bool = False) -> None:
         order = torch.Generator().manual_seed(1)
@@ -51,7 +51,7 @@ def layer_of(backend: Backend, dtype: torch.dtype = torch.bfloat16) -> Any:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("tokens", [1, TOKENS, 2 * TOKENS + 3])
-def test_what_was_written_is_read(dtype: torch.dtype, tokens: int) -> None:
+def test_written_states_are_read_back(dtype: torch.dtype, tokens: int) -> None:
     layer = layer_of(Backend(), dtype)
     pages = LayerPages(layer, GROUP)
     table = torch.tensor([4, 1, 3])
@@ -59,18 +59,18 @@ def test_what_was_written_is_read(dtype: torch.dtype, tokens: int) -> None:
     keys = torch.randn(HEADS, tokens, KEY).to(dtype)
     values = torch.randn(HEADS, tokens, VALUE).to(dtype)
     pages.share_layout([])
-    assert bool((layer.kv_cache == 7).all())  # measuring leaves no trace
+    assert bool((layer.kv_cache == 7).all())  # measuring changes nothing
     pages.write(keys, values, slots)
     found_keys, found_values = pages.read(slots)
     assert torch.equal(found_keys, keys)
     assert torch.equal(found_values, values)
 
 
-def test_layers_that_store_alike_are_measured_once() -> None:
+def test_layers_with_the_same_layout_are_measured_once() -> None:
     backend = Backend()
     first, second = LayerPages(layer_of(backend), GROUP), LayerPages(layer_of(backend), GROUP)
     first.share_layout([])
-    second._layer.impl = SimpleNamespace()  # which could not be measured
+    second._layer.impl = SimpleNamespace()  # cannot be measured
     with pytest.raises(AttributeError):
         second.share_layout([first])
     second._layer.impl = backend
@@ -78,7 +78,7 @@ def test_layers_that_store_alike_are_measured_once() -> None:
     assert second._places is first._places
 
 
-def test_a_backend_that_changes_what_it_stores_is_refused() -> None:
+def test_a_backend_that_changes_stored_values_is_refused() -> None:
     with pytest.raises(ServingError, match="changes the keys and values that it stores"):
         LayerPages(layer_of(Backend(rounds=True)), GROUP).share_layout([])
 
@@ -89,7 +89,7 @@ def test_a_cache_of_eight_bits_is_refused() -> None:
 
 
 class LatentBackend:
-    """vLLM's reference backend for latent attention: a latent and a rotary key for each token."""
+    """vLLM's reference backend for latent attention: a latent and a rotary key per token."""
 
     def do_kv_cache_update(
         self, latent: Tensor, key: Tensor, kv_cache: Tensor, slots: Tensor, dtype: str, scale: float
@@ -111,7 +111,7 @@ def latent_layer() -> Any:
 
 
 @pytest.mark.parametrize("interleaves", [False, True])
-def test_latent_and_rotary_key_are_read_as_written(interleaves: bool) -> None:
+def test_latents_and_rotary_keys_are_read_back(interleaves: bool) -> None:
     layer = latent_layer()
     pages = LayerPages(layer, GROUP, interleaves_keys=interleaves)
     assert pages.sizes == (1, KEY, VALUE)
@@ -131,7 +131,7 @@ def test_groups_have_their_own_tables_and_page_sizes() -> None:
     tables = [[7, 2], [0, 0, 9, 4]]
     full, windowed = KVGroup(0, 8), KVGroup(1, 4)
     assert [group.first_token(tables) for group in (full, windowed)] == [0, 8]
-    assert KVGroup(0, 4).first_token([[0, 0]]) == 8  # no token has a page
+    assert KVGroup(0, 4).first_token([[0, 0]]) == 8  # no token is in a page
     device = torch.device("cpu")
     assert full.slots(tables, range(6, 11), device).tolist() == [62, 63, 16, 17, 18]
     assert windowed.slots(tables, range(9, 14), device).tolist() == [37, 38, 39, 16, 17]

@@ -1,4 +1,4 @@
-"""Blocks that may not be stored: they stay in the memory of each rank, and nowhere else."""
+"""Private blocks are only kept in the memory of each rank."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ PAGE = 128
 
 @pytest.fixture(scope="module")
 def home(reference: Reference) -> DirectoryStore:
-    """The server's own: the local engine stores what it answers from, private or not to others."""
+    """The store of the server. It is separate, because the local engine stores its blocks."""
     return DirectoryStore(reference.folder / "private")
 
 
 @pytest.fixture(scope="module")
 def engine(reference: Reference, home: DirectoryStore) -> Iterator[Engine]:
-    """Two ranks of a server that stores nothing: it encodes for its memory all the same."""
+    """Two ranks of a read-only server, which encodes blocks for its memory."""
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
         options = reference.options(
@@ -49,7 +49,7 @@ def ask(engine: Engine, case: Case, keep: Keep = PRIVATE) -> Said:
 
 
 @pytest.mark.parametrize("keep", [PRIVATE, IN_MEMORY])
-def test_answers_are_those_of_the_local_engine_and_nothing_is_written(
+def test_answers_equal_those_of_the_local_engine_and_nothing_is_stored(
     reference: Reference, home: DirectoryStore, engine: Engine, keep: Keep
 ) -> None:
     case = reference.case({PRIVATE: 33, IN_MEMORY: 34}[keep])
@@ -62,7 +62,9 @@ def test_answers_are_those_of_the_local_engine_and_nothing_is_written(
     assert not list(reference.folder.glob("private*/**/*.safetensors"))
 
 
-def test_private_pages_differ(reference: Reference, home: DirectoryStore, engine: Engine) -> None:
+def test_private_blocks_have_their_own_pages(
+    reference: Reference, home: DirectoryStore, engine: Engine
+) -> None:
     case = reference.case(35)
     long = reference.case_of((*case.texts, "And" + " a" * 300))
     encode(engine, long.blocks)
@@ -74,7 +76,7 @@ def test_private_pages_differ(reference: Reference, home: DirectoryStore, engine
         local.append(said.blocks["local_tokens"])
     assert local[0] == 0
     assert local[1] >= PAGE
-    assert engine.block(long).reason == "error", "private ones alone are found in memory"
+    assert engine.block(long).reason == "error", "expected only private blocks in memory"
     for block in long.blocks:
         home.put(reference.key(block), reference.encoded(block))
     said = engine.block(long)
@@ -83,7 +85,7 @@ def test_private_pages_differ(reference: Reference, home: DirectoryStore, engine
     assert said.blocks["local_tokens"] == 0
 
 
-def test_least_recently_used_makes_room(reference: Reference, engine: Engine) -> None:
+def test_the_least_recently_used_blocks_are_evicted(reference: Reference, engine: Engine) -> None:
     first, *others = (reference.case(number) for number in (36, 37, 38))
     assert sum(first.lengths) + sum(others[0].lengths) <= ROOM
     assert sum(sum(case.lengths) for case in (first, *others)) > ROOM
@@ -95,7 +97,9 @@ def test_least_recently_used_makes_room(reference: Reference, engine: Engine) ->
     assert ask(engine, others[1]).tokens == reference.answer(others[1])
 
 
-def test_what_this_server_does_not_keep_is_refused(reference: Reference, engine: Engine) -> None:
+def test_blocks_that_the_server_cannot_keep_are_refused(
+    reference: Reference, engine: Engine
+) -> None:
     refused = engine.counted("vllm:blockattn_refused")
     (said,) = encode(engine, [reference.case(39).blocks[1]], STORED)
     assert said.reason == "error"

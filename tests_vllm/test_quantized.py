@@ -1,4 +1,4 @@
-"""A checkpoint in int8, which transformers cannot run without more packages, is served."""
+"""An int8 checkpoint, which transformers cannot run without further packages, can be served."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ QUANTIZATION = {
 
 @pytest.fixture(scope="module")
 def quantized(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The bundled model with int8 weights, as llm-compressor writes them."""
+    """The bundled model with int8 weights in the format of llm-compressor."""
     folder = shutil.copytree(MODEL, tmp_path_factory.mktemp("int8") / "model")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "quantization_config": QUANTIZATION}))
@@ -61,7 +61,7 @@ def engine(reference: Reference, quantized: Path) -> Iterator[Engine]:
 
 
 def encode(engine: Engine, blocks: list[list[int]]) -> dict[str, object]:
-    """Have the engine encode blocks, and return the parameters of a prompt with all of them."""
+    """Let the engine encode blocks. Returns the parameters of a prompt with all of them."""
     for block in blocks:
         plan = BlockPlan("encode", (len(block),), keep=(IN_MEMORY,)).to_dict()
         assert engine.ask(block, plan, max_tokens=1).reason == "length"
@@ -79,7 +79,7 @@ def test_blocks_that_the_server_encoded_are_loaded(reference: Reference, engine:
 
 
 def test_a_single_block_gives_the_answer_of_full_mode(reference: Reference, engine: Engine) -> None:
-    """With one block, block mode and full mode compute the same."""
+    """With one block, block mode equals full mode."""
     case = reference.telling(1)
     first = case.blocks[0]
     ids = [*first, *case.ids[sum(case.lengths) :]]
@@ -89,7 +89,9 @@ def test_a_single_block_gives_the_answer_of_full_mode(reference: Reference, engi
     assert answer.blocks["loaded_tokens"] == len(first)
 
 
-def test_fingerprint_differs_from_the_original_s(reference: Reference, quantized: Path) -> None:
+def test_the_fingerprint_differs_from_that_of_the_original(
+    reference: Reference, quantized: Path
+) -> None:
     config = ServingConfig.parse(reference.options())
     profile, _ = config.profile_of(str(quantized), torch.float32)
     assert profile.fingerprint != reference.profile.fingerprint

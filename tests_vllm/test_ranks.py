@@ -1,4 +1,4 @@
-"""Two ranks that split the model's heads (tensor parallelism) or its layers (pipeline)."""
+"""Two ranks that split heads (tensor parallelism) or layers (pipeline parallelism)."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from tests_vllm.tiny import FAMILIES, save
 
 
 class Rehearsed:
-    """Worker extension that runs the model once on nothing.
+    """Worker extension with a dummy run of the model.
 
-    vLLM's runner for CPUs leaves that out if nothing is compiled, and the second rank then has no
-    buffer for the output of the first one (vLLM 0.32).
+    vLLM 0.32 skips this on CPUs if nothing is compiled, and the second rank then has no buffer for
+    the output of the first one.
     """
 
     model_runner: Any
@@ -39,14 +39,14 @@ def started(reference: Reference, more: dict[str, Any], **options: Any) -> Itera
 
 @pytest.fixture(scope="module")
 def tensor(reference: Reference) -> Iterator[Engine]:
-    """Each rank has one of the model's two key-value heads."""
+    """Engine in which each rank has one of the two key-value heads."""
     disk = str(reference.folder / "disk-of-tensor")
     yield from started(reference, {"tensor_parallel_size": 2}, disk=disk)
 
 
 @pytest.fixture(scope="module")
 def pipeline(reference: Reference) -> Iterator[Engine]:
-    """Each rank has some of the model's layers."""
+    """Engine in which each rank has some of the layers."""
     more = {"pipeline_parallel_size": 2, "worker_extension_cls": f"{__name__}.Rehearsed"}
     disk = str(reference.folder / "disk-of-pipeline")
     for engine in started(reference, more, disk=disk, read_only=True):
@@ -64,7 +64,7 @@ BOTH = pytest.mark.parametrize("engine", ["tensor", "pipeline"], indirect=True)
 
 
 @BOTH
-def test_answers_are_those_of_the_local_engine(reference: Reference, engine: Engine) -> None:
+def test_answers_equal_those_of_the_local_engine(reference: Reference, engine: Engine) -> None:
     cases = [reference.telling(place) for place in range(3)]
     said = engine.ask_all([(case.ids, case.params) for case in cases])
     assert [one.tokens for one in said] == [reference.answer(case) for case in cases]
@@ -72,13 +72,15 @@ def test_answers_are_those_of_the_local_engine(reference: Reference, engine: Eng
 
 
 @BOTH
-def test_missing_block_fails_on_both_ranks(reference: Reference, engine: Engine) -> None:
+def test_a_missing_block_fails_on_both_ranks(reference: Reference, engine: Engine) -> None:
     assert engine.block(reference.case(41)).reason == "error"
     case = reference.stored(reference.case(6))
     assert engine.block(case).tokens == reference.answer(case)
 
 
-def test_a_block_that_both_encoded_is_stored_whole(reference: Reference, tensor: Engine) -> None:
+def test_a_block_encoded_by_both_ranks_is_stored_completely(
+    reference: Reference, tensor: Engine
+) -> None:
     block = reference.case(42).blocks[1]
     tensor.ask(block, BlockPlan("encode", (len(block),), keep=(STORED,)).to_dict(), max_tokens=1)
     kv, own = reference.written(block), reference.encoded(block)
@@ -86,7 +88,9 @@ def test_a_block_that_both_encoded_is_stored_whole(reference: Reference, tensor:
     assert_close(kv, own)
 
 
-def test_entries_in_int8_are_shared_out_beside_others(reference: Reference, tensor: Engine) -> None:
+def test_int8_and_float_entries_are_split_between_ranks(
+    reference: Reference, tensor: Engine
+) -> None:
     case = reference.case(55, records=3)
     store = DirectoryStore(reference.store)
     fresh = [ids for ids in case.blocks[1:] if reference.key(ids) not in store]

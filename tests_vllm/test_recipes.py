@@ -1,4 +1,4 @@
-"""Servers with a recipe encode as the local engine does, on any ranks."""
+"""Servers with a recipe encode like the local engine, with any number of ranks."""
 
 from __future__ import annotations
 
@@ -79,13 +79,13 @@ def local(reference: Reference, recipe: Recipe, store: Any, kind: str, **more: A
 
 
 def answer(engine: Any, case: Case) -> list[int]:
-    """Greedy tokens, as ``Reference.answer``."""
+    """Return greedy tokens, like ``Reference.answer``."""
     options = {"max_new_tokens": TOKENS, "min_new_tokens": TOKENS, "temperature": 0.0}
     return list(engine.generate(case.prompt, **options).token_ids)
 
 
 def encode(engine: Engine, profile: ModelProfile, case: Case, keep: Keep) -> None:
-    """Have the blocks of a prompt encoded by the server."""
+    """Let the server encode the blocks of a prompt."""
     asked = []
     for place, block in enumerate(case.blocks):
         ids = [*(profile.sink_ids if place else ()), *block]
@@ -108,7 +108,7 @@ def wait_for(store: DirectoryStore, profile: ModelProfile, case: Case) -> None:
 
 
 @pytest.mark.parametrize("number", TELLING[:3])
-def test_what_a_server_encodes_gives_the_local_engine_s_answer_on_both_sides(
+def test_blocks_encoded_by_a_server_give_the_same_answers_on_both_sides(
     reference: Reference, engine: Engine, recipe: Recipe, profile: ModelProfile, kind: str,
     store: DirectoryStore, number: int,
 ) -> None:  # fmt: skip
@@ -126,7 +126,7 @@ def test_what_a_server_encodes_gives_the_local_engine_s_answer_on_both_sides(
         assert answer(found, case) == expected
 
 
-def test_what_the_local_engine_stores_is_found_by_a_server(
+def test_a_server_finds_blocks_stored_by_the_local_engine(
     reference: Reference, engine: Engine, recipe: Recipe, kind: str, store: DirectoryStore
 ) -> None:
     case = reference.case(30, records=2)
@@ -134,7 +134,7 @@ def test_what_the_local_engine_stores_is_found_by_a_server(
     assert engine.block(case).tokens == expected
 
 
-def test_refuses_another_prefix_than_the_sink(
+def test_encoding_after_another_prefix_than_the_sink_is_refused(
     reference: Reference, engine: Engine, profile: ModelProfile
 ) -> None:
     block = reference.case(13).blocks[1]

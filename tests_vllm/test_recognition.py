@@ -1,4 +1,4 @@
-"""Chats whose passages are recognized are answered, also if the passages cannot be used."""
+"""Chats with recognized passages are answered even if the passages cannot be used."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def store(tmp_path: Path) -> DirectoryStore:
 def service_of(
     reference: Reference, store: DirectoryStore, asked: list[Any] | None = None, **options: Any
 ) -> Service:
-    """A service whose engine computes blocks only, and which has read the index.
+    """Return a service that has read the index, over an engine that only encodes blocks.
 
     Args:
-        asked: Gets the requests that reach vLLM's handlers.
+        asked: List for the requests that reach vLLM's handlers.
     """
 
     async def create(request: Any, raw_request: Any) -> Any:
@@ -95,7 +95,7 @@ def test_stale_index_entry_is_no_error(reference: Reference, store: DirectorySto
     assert "1 of 2 blocks are not stored" in full["reason"]
 
 
-def test_vllm_gets_the_text_of_a_completion_that_cannot_use_blocks(
+def test_completions_that_cannot_use_blocks_are_passed_to_vllm(
     reference: Reference, store: DirectoryStore
 ) -> None:
     asked: list[Any] = []

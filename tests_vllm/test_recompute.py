@@ -1,4 +1,4 @@
-"""Servers recompute the tokens that the local engine recomputes, and share none of their pages."""
+"""Servers recompute the same tokens as the local engine, and do not share their pages."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from tests_vllm.test_engine import (  # noqa: F401 -- tests that run here with t
     PAGE,
     PAGES,
     free_pages_are_all,
-    test_many_requests_at_once_share_what_they_may,
-    test_preempted_request_continues,
-    test_two_answers_to_one_prompt_are_both_right,
+    test_concurrent_requests_share_pages_where_allowed,
+    test_preempted_requests_continue,
+    test_two_answers_to_one_prompt_are_both_correct,
 )
 
 RECIPE = Recipe(recompute=0.4)
@@ -49,7 +49,7 @@ def engine(reference: Reference, gate: Path, request: pytest.FixtureRequest) -> 
             reference.options(recipe=str(RECIPE)),
             module="tests_vllm.slow",
             name="SlowConnector",
-            max_num_batched_tokens=32,  # less than the recomputed tokens, and than some questions
+            max_num_batched_tokens=32,  # fewer than the recomputed tokens
             num_gpu_blocks_override=PAGES,
             max_model_len=1024,
             tensor_parallel_size=ranks,
@@ -59,18 +59,18 @@ def engine(reference: Reference, gate: Path, request: pytest.FixtureRequest) -> 
 
 
 def answer(reference: Reference, case: Case) -> list[int]:
-    """The local engine's answer with recomputed tokens."""
+    """Return the local engine's answer with recomputed tokens."""
     return reference.answer(case, recipe=RECIPE)
 
 
 def plain(case: Case) -> BlockPlan:
-    """The plan of a prompt of which no tokens are recomputed."""
+    """Return the plan of a prompt without recomputed tokens."""
     fixed = tuple(range(len(case.lengths)))
     return BlockPlan("complete", case.lengths, keep=case.keep, fixed=fixed)
 
 
 def recomputed(reference: Reference, case: Case, fixed: tuple[int, ...] = ()) -> list[int]:
-    """Tokens of each block that the local engine recomputes."""
+    """Return the tokens of each block that the local engine recomputes."""
     model, ends = reference.model, [0, *accumulate(case.lengths)]
     context = place([reference.encoded(block) for block in case.blocks])
     may_change = [index > 0 and index not in fixed for index in range(len(case.lengths))]
@@ -92,7 +92,7 @@ def test_recomputes_the_same_tokens_as_the_local_engine(
         assert said.blocks["loaded_tokens"] == sum(case.lengths)
 
 
-def test_a_question_longer_than_a_step_is_measured_as_a_whole(
+def test_a_question_longer_than_a_step_is_measured_completely(
     reference: Reference, engine: Engine
 ) -> None:
     case = reference.case(3, records=2)
@@ -106,9 +106,7 @@ def test_a_question_longer_than_a_step_is_measured_as_a_whole(
     assert said.blocks["recomputed"] == recomputed(reference, case)
 
 
-def test_blocks_that_are_no_passages_keep_their_tokens(
-    reference: Reference, engine: Engine
-) -> None:
+def test_only_tokens_of_passages_are_recomputed(reference: Reference, engine: Engine) -> None:
     case, fixed = reference.telling(1), (1, 3, 4)
     plan = BlockPlan("complete", case.lengths, keep=case.keep, fixed=fixed)
     said = engine.ask(case.ids, plan.to_dict())
@@ -116,7 +114,7 @@ def test_blocks_that_are_no_passages_keep_their_tokens(
     assert said.blocks["recomputed"] == recomputed(reference, case, fixed)
 
 
-def test_recomputed_pages_are_not_shared(reference: Reference, engine: Engine) -> None:
+def test_pages_with_recomputed_tokens_are_not_shared(reference: Reference, engine: Engine) -> None:
     case = reference.telling(0)
     expected, stored = answer(reference, case), reference.answer(case)
     for _ in range(2):
@@ -128,11 +126,13 @@ def test_recomputed_pages_are_not_shared(reference: Reference, engine: Engine) -
         assert engine.full(case).tokens == reference.answer(case, "full")
     again = engine.ask(case.ids, plain(case).to_dict())
     assert again.blocks is not None
-    assert again.blocks["local_tokens"] >= PAGE  # other requests share pages as before
+    assert again.blocks["local_tokens"] >= PAGE  # other requests still share pages
     assert not again.blocks["recomputed"]
 
 
-def test_aborted_request_frees_its_pages(reference: Reference, engine: Engine, gate: Path) -> None:
+def test_an_aborted_request_frees_its_pages(
+    reference: Reference, engine: Engine, gate: Path
+) -> None:
     case, before = reference.telling(5), engine.counted("vllm:blockattn_recomputed_tokens")
     gate.touch()
     try:
@@ -150,7 +150,7 @@ def test_aborted_request_frees_its_pages(reference: Reference, engine: Engine, g
     assert free_pages_are_all(engine)
 
 
-def test_missing_block_fails_one_request(reference: Reference, engine: Engine) -> None:
+def test_a_missing_block_only_fails_its_request(reference: Reference, engine: Engine) -> None:
     missing, case = reference.case(51, records=2), reference.telling(3)
     bad, good = engine.ask_all([(missing.ids, missing.params), (case.ids, case.params)])
     assert bad.reason == "error"

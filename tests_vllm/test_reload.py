@@ -1,4 +1,4 @@
-"""A full cache that keeps no pages of requests that had to make room: they are loaded again."""
+"""Preempted requests whose pages were evicted from a full cache are loaded again."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def engine(reference: Reference) -> Iterator[Engine]:
     engine.close()
 
 
-def test_lost_pages_are_loaded_again(reference: Reference, engine: Engine) -> None:
+def test_evicted_pages_are_loaded_again(reference: Reference, engine: Engine) -> None:
     cases = [reference.telling(place) for place in range(4)]
     expected = [reference.answer(case, tokens=200) for case in cases]
     said = engine.ask_all([(case.ids, case.params) for case in cases], max_tokens=200)

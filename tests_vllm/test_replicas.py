@@ -1,4 +1,4 @@
-"""Two servers over one store: which of them answers does not matter for what is computed."""
+"""Two servers with one store reuse each other's passages."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_replicas_share_passages(reference: Reference, replicas: list[Server]) -
         case = reference.case_of((SYSTEM, *passages, f"Question: {number}?\nAnswer:"))
         answer = replicas[place].ask(case.body(max_tokens=4, min_tokens=4))
         assert answer.tokens == reference.answer(case, tokens=4)
-        # Each server computes the system text, which is not stored, but not each other's passages.
+        # Each server computes the system text, which is not stored, but reuses all passages.
         new = len({*passages} - known_passages) + (place not in heads)
         assert answer.report["misses"] == new
         heads.add(place)

@@ -1,4 +1,4 @@
-"""A request whose blocks were lost gets a second try, before its first token alone."""
+"""A request whose blocks were lost is retried once, if it has sent no token yet."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def end(marker: dict[str, Any] | None = MARKER) -> Any:
 
 
 class Client:
-    """An engine client that gives prepared outputs, try by try."""
+    """Engine client that returns prepared outputs for each attempt."""
 
     def __init__(self, *tries: Sequence[Any]) -> None:
         self.tries = list(tries)
@@ -72,7 +72,7 @@ async def _one_encoded() -> dict[str, int]:
     return {"a": 7}
 
 
-def test_blocks_that_were_lost_are_encoded_and_the_request_asked_anew() -> None:
+def test_lost_blocks_are_encoded_and_the_request_is_retried() -> None:
     client = Client([LOST], [TOKEN, end()])
     ticket = Ticket(PLAN, _one_encoded)
     said = asked(client, ticket)
@@ -82,13 +82,13 @@ def test_blocks_that_were_lost_are_encoded_and_the_request_asked_anew() -> None:
     assert ticket.marker == said[-1].kv_transfer_params
 
 
-def test_a_block_that_had_to_be_encoded_twice_counts_once() -> None:
+def test_a_block_that_was_encoded_twice_counts_once() -> None:
     said = asked(Client([LOST], [end()]), Ticket(PLAN, _one_encoded, {"a": 7, "b": 2}))
     served = ServedBlocks.from_dict(said[-1].kv_transfer_params)
     assert (served.encoded, served.encoded_tokens) == (2, 9)
 
 
-def test_second_tries_and_answers_that_a_stop_string_ends_are_counted() -> None:
+def test_retries_and_answers_ended_by_stop_strings_are_counted() -> None:
     before = [counter._value.get() for counter in (RETRIES, CUT_ANSWERS)]
     asked(Client([TOKEN, end()]), Ticket(PLAN, _one_encoded))
     asked(Client([LOST], [TOKEN, end()]), Ticket(PLAN, _one_encoded))
@@ -104,7 +104,7 @@ def test_second_tries_and_answers_that_a_stop_string_ends_are_counted() -> None:
         ({}, "all its 2 blocks were intact in the store: the workers cannot read them within"),
     ],
 )
-def test_second_failure_is_final(encoded: dict[str, int], message: str) -> None:
+def test_a_second_failure_is_final(encoded: dict[str, int], message: str) -> None:
     async def ensure_again() -> dict[str, int]:
         return encoded
 
@@ -114,7 +114,7 @@ def test_second_failure_is_final(encoded: dict[str, int], message: str) -> None:
     assert len(client.ids) == 2
 
 
-def test_once_a_token_was_sent_an_error_is_passed_on() -> None:
+def test_errors_after_the_first_token_are_passed_on() -> None:
     client = Client([TOKEN, LOST])
     assert asked(client, Ticket(PLAN, _one_encoded))[-1] is LOST
     assert client.ids == ["r"]
@@ -124,8 +124,8 @@ def test_once_a_token_was_sent_an_error_is_passed_on() -> None:
     "ending",
     [
         end(None),
-        output("stop", stop_reason="\n", cached=8),  # some of the blocks were computed
-        output("stop", stop_reason=2),  # a token, which the engine itself finds
+        output("stop", stop_reason="\n", cached=8),  # some blocks were computed
+        output("stop", stop_reason=2),  # a stop token, which the engine detects
     ],
 )
 def test_an_answer_without_a_report_on_its_blocks_is_an_error(ending: Any) -> None:
@@ -133,7 +133,7 @@ def test_an_answer_without_a_report_on_its_blocks_is_an_error(ending: Any) -> No
         asked(Client([ending]), Ticket(PLAN, _one_encoded))
 
 
-def test_an_answer_that_a_stop_string_ends_is_told_of_without_the_engine() -> None:
+def test_answers_ended_by_a_stop_string_have_a_report() -> None:
     ticket = Ticket(PLAN, _one_encoded)
     said = asked(Client([LOST], [TOKEN, output("stop", stop_reason="\n")]), ticket)
     expected = ServedBlocks(2, 0, 0, encoded=1, encoded_tokens=7, cut_short=True)
@@ -141,14 +141,14 @@ def test_an_answer_that_a_stop_string_ends_is_told_of_without_the_engine() -> No
     assert ticket.marker == expected.to_dict()
 
 
-def test_of_several_answers_the_last_to_end_tells_of_blocks() -> None:
+def test_the_report_comes_from_the_last_of_several_answers() -> None:
     ticket = Ticket(PLAN, _one_encoded)
     first, last = output("stop", finished=False), end()
     assert asked(Client([first, last]), ticket)[-1].kv_transfer_params == MARKER
     assert first.kv_transfer_params is None
 
 
-def test_a_grammar_that_failed_is_told_and_not_tried_again() -> None:
+def test_a_failed_grammar_is_reported_and_not_retried() -> None:
     failed = output("error", {"blockattn": {"grammar_failure": "row has 2001 items"}})
     ended = output("stop", failed.kv_transfer_params)
     for outputs in ([failed], [ended], [TOKEN, failed]):
@@ -159,7 +159,7 @@ def test_a_grammar_that_failed_is_told_and_not_tried_again() -> None:
             assert client.ids == ["r"]
 
 
-def test_requests_of_full_mode_are_left_alone() -> None:
+def test_requests_in_full_mode_are_not_retried() -> None:
     client = Client([LOST])
     assert asked(client, None) == [LOST]
 

@@ -1,4 +1,4 @@
-"""A server whose keys rotate in another way than the profile says is refused."""
+"""Servers with different key rotations than the profile are refused."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SIZE = 64
 
 @pytest.fixture(autouse=True)
 def ropes(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[Any, Any]]:
-    """The rotary modules of vLLM in this process: none at first."""
+    """vLLM's registry of rotary modules in this process, initially empty."""
     made: dict[Any, Any] = {}
     monkeypatch.setattr(rotary_embedding, "_ROPE_DICT", made)
     monkeypatch.setattr("blockattn_rag.server.vllm.rotations._ROPE_DICT", made)
@@ -34,14 +34,14 @@ def ropes(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[Any, Any]]:
 
 @pytest.fixture
 def _kernels() -> Iterator[None]:
-    """vLLM rotates keys by its own kernels, as with --enforce-eager, not by PyTorch."""
+    """Let vLLM rotate keys with its own kernels, as with --enforce-eager."""
     config = VllmConfig(compilation_config=CompilationConfig(custom_ops=["all"]))
     with set_current_vllm_config(config):
         yield
 
 
 def make(theta: float = 10000.0, size: int = SIZE, *, neox: bool = True, **more: Any) -> None:
-    """vLLM makes a rotary module for a layer."""
+    """Create vLLM's rotary module for a layer."""
     parameters = {"rope_type": "default", "rope_theta": theta, **more}
     get_rope(size, 4096, neox, parameters, torch.float32)
 
@@ -65,10 +65,10 @@ def profile(*rotaries: Rotary) -> ModelProfile:
     )
 
 
-def test_layers_that_rotate_as_the_profile_says_are_accepted() -> None:
+def test_layers_that_rotate_like_the_profile_are_accepted() -> None:
     make()
     make(1e6)
-    make(500.0, 32)  # of another model part
+    make(500.0, 32)  # belongs to another part of the model
     check_rotations(profile(rotary(), rotary(1e6), Rotary("half", ())), range(3))
     check_rotations(replace(profile(rotary()), dtype="bfloat16"), range(1))
 
@@ -90,7 +90,7 @@ def test_partial_and_interleaved_rotations_are_accepted() -> None:
     ids=["pairs", "frequencies", "dimensions", "scaling"],
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_another_rotation_is_refused(other: Rotary, dtype: str) -> None:
+def test_a_different_rotation_is_refused(other: Rotary, dtype: str) -> None:
     make()
     wrong = replace(profile(rotary(), other), dtype=dtype)
     check_rotations(wrong, range(1))
@@ -105,7 +105,7 @@ def test_a_layer_without_a_module_is_refused() -> None:
         check_rotations(profile(rotary()), range(1))
 
 
-def test_long_rope_is_run() -> None:
+def test_long_rope_is_checked_by_running_it() -> None:
     config = VllmConfig()
     config.model_config = SimpleNamespace(max_model_len=64)  # type: ignore[assignment]
     factors: dict[str, Any] = {"short_factor": [2.0] * 32, "long_factor": [4.0] * 32}
@@ -119,7 +119,7 @@ def test_long_rope_is_run() -> None:
         check_rotations(profile(rotary()), range(1))
 
 
-def test_modules_that_look_alike_are_all_checked() -> None:
+def test_all_modules_with_the_same_settings_are_checked() -> None:
     make(rope_type="linear", factor=8.0)
     make(rope_type="linear", factor=2.0)
     make(rope_type="linear", factor=4.0)
@@ -129,13 +129,13 @@ def test_modules_that_look_alike_are_all_checked() -> None:
     check_rotations(profile(eighth, half, fourth), range(3))
 
 
-def test_a_model_without_vllms_modules_is_refused_by_its_cause() -> None:
+def test_a_model_without_vllms_modules_is_refused_with_the_cause() -> None:
     with pytest.raises(ServingError, match="its transformers backend is not supported"):
         check_rotations(profile(rotary()), range(1))
 
 
 class Odd(torch.nn.Module):
-    """A rotary embedding with another signature."""
+    """Rotary embedding with a different signature."""
 
     head_size = SIZE
 
@@ -144,7 +144,7 @@ class Odd(torch.nn.Module):
 
 
 @pytest.mark.parametrize("has_buffer", [True, False])
-def test_a_module_that_cannot_be_run_is_named(ropes: dict[Any, Any], has_buffer: bool) -> None:
+def test_a_module_that_cannot_be_run_is_reported(ropes: dict[Any, Any], has_buffer: bool) -> None:
     ropes["odd"] = Odd()
     if has_buffer:
         ropes["odd"].register_buffer("table", torch.ones(1))

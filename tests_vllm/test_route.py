@@ -1,4 +1,4 @@
-"""The route gives the answers, blocks and counts of this package's own engine."""
+"""The route gives the same answers, blocks and counts as this package's own engine."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def server(team_server: Server) -> Server:
 
 @pytest.fixture
 def local(reference: Reference) -> BlockAttentionEngine:
-    # It keeps no tails: what is asked again is computed again, as in the server's counts.
+    # Without tails, repeated questions are computed again, as in the counts of the server.
     return BlockAttentionEngine(reference.model, MemoryStore(1 << 28), resident_bytes=0)
 
 
@@ -47,7 +47,7 @@ def assert_same(answer: Answered, generation: Any) -> None:
 
 
 @pytest.mark.parametrize("mode", ["block", "full"])
-def test_answers_and_counts_are_those_of_the_local_engine(
+def test_answers_and_counts_equal_those_of_the_local_engine(
     reference: Reference, server: Server, local: BlockAttentionEngine, mode: Any
 ) -> None:
     for case in (reference.case(11), reference.case(12, records=2)):
@@ -57,7 +57,7 @@ def test_answers_and_counts_are_those_of_the_local_engine(
     assert answer.report.get("misses", 0) == 0
 
 
-def test_text_of_users_stays_in_memory(
+def test_texts_of_users_stay_in_memory(
     reference: Reference, server: Server, local: BlockAttentionEngine
 ) -> None:
     passages = reference.case(17).texts[1:4]
@@ -80,7 +80,7 @@ def test_text_of_users_stays_in_memory(
 
 
 @pytest.mark.parametrize("mode", ["block", "full"])
-def test_stop_strings_end_answers_where_they_do_in_process(
+def test_stop_strings_end_answers_as_in_process(
     reference: Reference, server: Server, local: BlockAttentionEngine, mode: Any
 ) -> None:
     case = reference.case(15)
@@ -109,7 +109,7 @@ def test_streams_and_seeds_give_the_same_text(
     assert server.ask(sampled).text == server.ask(sampled).text
 
 
-def test_many_questions_at_once(
+def test_many_concurrent_questions_are_answered(
     reference: Reference, server: Server, local: BlockAttentionEngine
 ) -> None:
     cases = [reference.case(20 + number) for number in range(6)]
@@ -119,7 +119,7 @@ def test_many_questions_at_once(
         assert [answer.text for answer in threads.map(server.ask, bodies)] == expected
 
 
-def test_a_stream_that_is_left_ends(reference: Reference, server: Server) -> None:
+def test_an_abandoned_stream_ends(reference: Reference, server: Server) -> None:
     case = reference.case(14)
     long = case.body(min_tokens=1500, max_tokens=1500, ignore_eos=True)
     with closing(server.events(COMPLETIONS, long)) as events:

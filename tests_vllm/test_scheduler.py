@@ -1,4 +1,4 @@
-"""What the scheduler's half promises of requests, and what becomes of them when they end."""
+"""The scheduler side of the connector: promised tokens, and the end of requests."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ COMPLETE = BlockPlan("complete", (2, 2), keep=(STORED,) * 2).to_dict()
 
 
 def step_of(**scheduled: int) -> Any:
-    """A step that computes so many tokens of requests."""
+    """Return a scheduler step that computes these numbers of tokens for requests."""
     return SimpleNamespace(
         total_num_scheduled_tokens=sum(scheduled.values()),
         num_scheduled_tokens=scheduled,
@@ -53,7 +53,9 @@ def request_of(params: dict[str, Any], **more: Any) -> Request:
         (RequestStatus.FINISHED_ERROR, False),
     ],
 )
-def test_saves_whole_requests(reference: Reference, status: RequestStatus, is_saved: bool) -> None:
+def test_only_complete_requests_are_saved(
+    reference: Reference, status: RequestStatus, is_saved: bool
+) -> None:
     scheduler = scheduler_of(reference)
     request = request_of(ENCODE)
     scheduler.add(request)
@@ -67,13 +69,13 @@ def test_each_chunk_of_a_block_is_copied(reference: Reference) -> None:
     scheduler = scheduler_of(reference)
     request = request_of(ENCODE)
     scheduler.add(request)
-    assert request.skip_reading_prefix_cache  # pages outside a window are not in the cache
+    assert request.skip_reading_prefix_cache  # pages outside of the window are not cached
     copied = []
     for computed, scheduled in ((0, 2), (2, 0), (2, 3), (5, 1), (0, 4), (4, 1)):
         request.num_computed_tokens = computed
         copied += scheduler.orders(step_of(r=scheduled, other=1)).copies
     assert [copy.tokens for copy in copied] == [
-        *(range(2), range(2, 5)),  # the token after the prompt is no part of the block
+        *(range(2), range(2, 5)),  # the generated token is not part of the block
         *(range(4), range(4, 5)),  # again after a preemption
     ]
     assert copied[0].pages == ([3, 4], [0, 5])
@@ -92,7 +94,7 @@ def test_each_chunk_of_a_block_is_copied(reference: Reference) -> None:
         (BlockPlan("encode", (4,), keep=(STORED,)).to_dict(), {}, {}),
     ],
 )
-def test_what_block_mode_cannot_do_fails_by_a_load_that_never_ends_well(
+def test_unsupported_requests_fail_through_a_failing_load(
     reference: Reference, params: dict[str, Any], options: dict[str, Any], more: dict[str, Any]
 ) -> None:
     scheduler = scheduler_of(reference, **options)
@@ -105,11 +107,11 @@ def test_what_block_mode_cannot_do_fails_by_a_load_that_never_ends_well(
     assert scheduler.finished(request) is None
 
 
-def test_refused_request_is_forgotten(reference: Reference) -> None:
+def test_a_refused_request_is_forgotten(reference: Reference) -> None:
     scheduler = scheduler_of(reference)
     request = request_of({**COMPLETE, UNSAVED: "any"})
     scheduler.add(request)
-    assert scheduler.promised(request, 0) == (1, True)  # it is refused
+    assert scheduler.promised(request, 0) == (1, True)  # refused
     request.status = RequestStatus.FINISHED_ERROR
     assert scheduler.finished(request) is None
     assert scheduler.promised(request, 0) == (0, False)
@@ -132,7 +134,7 @@ def test_requests_with_recomputed_tokens_share_no_pages(reference: Reference) ->
     assert all(map(is_salt, salts))
     step: Any = SimpleNamespace(total_num_scheduled_tokens=0, preempted_req_ids={"r"})
     scheduler.orders(step)
-    assert requests[1].cache_salt not in salts  # or it would find its own recomputed pages
+    assert requests[1].cache_salt not in salts  # it must not find its own recomputed pages
     assert is_salt(requests[1].cache_salt)
 
 
@@ -148,7 +150,7 @@ def test_tokens_are_recomputed_once_all_ranks_have_loaded(reference: Reference) 
     assert ordered({"r": Ended(1, 0)}) == {}
     assert ordered({"r": Ended(1, 0)}) == {"r": True}
     assert ordered({"r": Ended(1, 1)}) == {}
-    assert ordered({"r": Ended(1, 0)}) == {"r": False}  # one rank has no blocks
+    assert ordered({"r": Ended(1, 0)}) == {"r": False}  # blocks are missing on one rank
     assert ordered({"aborted": Ended(2, 0)}) == {"aborted": False}
     both = WorkerReport(ended={"r": Ended(1, 0)}).aggregate(WorkerReport(ended={"r": Ended(1, 1)}))
     assert both.ended == {"r": Ended(2, 1)}

@@ -1,4 +1,4 @@
-"""``blockattn-rag serve`` starts vLLM, whose answers are right, and leaves no process behind."""
+"""``blockattn-rag serve`` starts vLLM, checks its answers, and leaves no processes behind."""
 
 from __future__ import annotations
 
@@ -70,9 +70,9 @@ def test_a_model_is_served_by_one_command(
         assert process.wait(90) == 130
     finally:
         process.kill()
-    ended = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)  # in a container, nobody may reap orphans
+    ended = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)  # containers may not reap orphans
     assert [one for one in started if one.is_running() and one.status() not in ended] == []
     errors = log.read_text()
     assert "The server answers as it should" in errors
-    # While vLLM stops, its server may report the end of its engine as an error.
+    # During shutdown, vLLM's server may report the exit of its engine as an error.
     assert "Traceback" not in errors.partition("Stopping vLLM")[0]

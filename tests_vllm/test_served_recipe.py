@@ -20,7 +20,7 @@ OPTIONS: dict[str, Any] = {"max_new_tokens": 24, "min_new_tokens": 24}
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["one rank", "two ranks"])
 def recipe(request: pytest.FixtureRequest, reference: Reference) -> Recipe:
-    """As many passages are promoted as the server has ranks. One rank also recomputes tokens."""
+    """Recipe that promotes as many passages as there are ranks, and recomputes with one rank."""
     recipe = recipe_of(reference.model, size=0.05, promote=request.param)
     return replace(recipe, recompute=0.3 if request.param == 1 else 0.0)
 
@@ -37,7 +37,7 @@ def server(reference: Reference, recipe: Recipe) -> Iterator[Server]:
 
 
 def fresh(reference: Reference, recipe: Recipe) -> BlockAttentionEngine:
-    """An engine with an empty store, and without tails, which servers do not keep."""
+    """A local engine with an empty store and, like servers, without tails."""
     store = MemoryStore(1 << 28)
     return BlockAttentionEngine(reference.model, store, recipe=recipe, resident_bytes=0)
 
@@ -55,7 +55,7 @@ def assert_same(server: Server, local: BlockAttentionEngine, case: Case) -> None
     assert answer.report == {"mode": "block", **stats.reuse(), "recipe": stats.recipe}
 
 
-def test_answers_and_counts_are_those_of_the_local_engine(
+def test_answers_and_counts_equal_those_of_the_local_engine(
     reference: Reference, server: Server, local: BlockAttentionEngine, recipe: Recipe
 ) -> None:
     assert server.client().info.recipe == recipe.outline
@@ -64,10 +64,12 @@ def test_answers_and_counts_are_those_of_the_local_engine(
             assert_same(server, local, case)
 
 
-def test_encodes_lost_entries(reference: Reference, server: Server, recipe: Recipe) -> None:
+def test_lost_entries_are_encoded_again(
+    reference: Reference, server: Server, recipe: Recipe
+) -> None:
     case = reference.case(21, records=2)
     store = DirectoryStore(reference.folder / f"served-recipe-{recipe.promote}-kv")
-    server.ask(reference.case(1).body())  # computes the system text, which stays in memory
+    server.ask(reference.case(1).body())  # keeps the system text in memory
     for question in (case.texts[-1], "Question: What is near the lake?\nAnswer:"):
         for key in list(store.keys()):
             store.delete(key)
@@ -79,6 +81,6 @@ def test_encodes_lost_entries(reference: Reference, server: Server, recipe: Reci
         assert answer.report["hits"] == 1
 
 
-def test_the_check_of_a_server_passes(server: Server) -> None:
+def test_check_server_passes(server: Server) -> None:
     report = check_server(server.client())
     assert [row.name for row in report.rows if not row.passed] == []

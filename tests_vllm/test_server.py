@@ -1,4 +1,4 @@
-"""The endpoints in ``vllm serve``: blocks are ensured, and vLLM's handlers answer."""
+"""The endpoints in ``vllm serve`` encode missing blocks, and vLLM's handlers answer."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def store(reference: Reference) -> DirectoryStore:
     return DirectoryStore(reference.folder / "served")
 
 
-def test_the_server_tells_of_itself(reference: Reference, server: Server) -> None:
+def test_the_info_endpoint_describes_the_server(reference: Reference, server: Server) -> None:
     info = ServerInfo.from_dict(server.http.get(INFO).json())
     assert info.fingerprint == reference.profile.fingerprint
     assert info.models == (NAME,)
@@ -44,7 +44,7 @@ def test_the_server_tells_of_itself(reference: Reference, server: Server) -> Non
     assert info.marker_key == marker_key_id()
 
 
-def test_nobody_is_answered_without_the_key(reference: Reference, server: Server) -> None:
+def test_requests_without_the_key_are_refused(reference: Reference, server: Server) -> None:
     for path in (COMPLETIONS, CHATS, ENCODE):
         assert server.post(path, reference.case(1).body(), Authorization="").status_code == 401
     assert server.http.get(INFO, headers={"Authorization": "Bearer x"}).status_code == 401
@@ -65,19 +65,21 @@ def test_missing_blocks_are_encoded_and_then_found(reference: Reference, server:
         }
 
 
-def test_stream_ends_with_report_and_usage(reference: Reference, server: Server) -> None:
+def test_a_stream_ends_with_report_and_usage(reference: Reference, server: Server) -> None:
     case = reference.case(19)
     body = case.body(stream_options={"include_usage": True})
     events = [*server.events(COMPLETIONS, body)]
     tokens = [id_ for one in events for choice in one["choices"] for id_ in choice["token_ids"]]
     assert tokens == reference.answer(case)
     (report,) = [one["blockattn"] for one in events if "blockattn" in one]
-    assert report["misses"] == len(case.lengths) - 1  # the system text is known
+    assert report["misses"] == len(case.lengths) - 1  # the system text is a hit
     assert events[-1]["usage"]["prompt_tokens"] == len(case.ids)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_stopped_answer_reports_blocks(reference: Reference, server: Server, stream: bool) -> None:
+def test_an_answer_ended_by_a_stop_string_has_a_report(
+    reference: Reference, server: Server, stream: bool
+) -> None:
     case = reference.case(9)
     whole = reference.answer(case)
     text = reference.model.tokenizer.tokenizer.decode(whole)
@@ -96,7 +98,7 @@ def test_stopped_answer_reports_blocks(reference: Reference, server: Server, str
     assert (report["hits"], report["misses"]) == (len(case.lengths), 0)
 
 
-def test_context_in_the_engine_is_local(reference: Reference, server: Server) -> None:
+def test_a_context_in_the_prefix_cache_is_local(reference: Reference, server: Server) -> None:
     case = reference.case(5)
     long = reference.case_of((*case.texts[:-1], "And" + " a" * 300 + case.texts[-1]))
     server.ask(long.body())
@@ -106,7 +108,7 @@ def test_context_in_the_engine_is_local(reference: Reference, server: Server) ->
     assert after - before == sum(long.lengths)
 
 
-def test_abandoned_stream_frees_its_pages(reference: Reference, server: Server) -> None:
+def test_an_abandoned_stream_frees_its_pages(reference: Reference, server: Server) -> None:
     case = reference.case(3)
     events = server.events(COMPLETIONS, case.body(max_tokens=1000, min_tokens=1000))
     next(events)
@@ -116,7 +118,7 @@ def test_abandoned_stream_frees_its_pages(reference: Reference, server: Server) 
     assert server.counted("vllm:kv_cache_usage_perc") == 0
 
 
-def test_full_mode_computes_the_same_prompt(reference: Reference, server: Server) -> None:
+def test_full_mode_answers_the_same_prompt(reference: Reference, server: Server) -> None:
     case = reference.case(23)
     answer = server.ask(case.body(blockattn={"mode": "full"}))
     assert answer.tokens == reference.answer(case, "full")
@@ -124,7 +126,7 @@ def test_full_mode_computes_the_same_prompt(reference: Reference, server: Server
     assert answer.usage["prompt_tokens"] == len(case.ids)
 
 
-def test_prompt_without_passages_is_vllms_own(server: Server) -> None:
+def test_a_prompt_without_passages_is_passed_to_vllm(server: Server) -> None:
     body = {"prompt": "How tall is Halden Tower?", "max_tokens": 8, "temperature": 0}
     answer = server.ask(body)
     assert answer.report == {"mode": "full"}
@@ -143,28 +145,30 @@ def test_documents_precede_the_prompt_of_a_completion(reference: Reference, serv
     assert (answer.report["hits"], answer.report["misses"]) == (len(documents), 0)
 
 
-def test_repairs_damaged_entry(reference: Reference, server: Server, store: DirectoryStore) -> None:
+def test_a_damaged_entry_is_repaired(
+    reference: Reference, server: Server, store: DirectoryStore
+) -> None:
     fresh = reference.case(8)
     server.client().encode(fresh.texts[1:-1])
-    server.ask(reference.case(9).body())  # computes the system text
+    server.ask(reference.case(9).body())  # keeps the system text in memory
     (path,) = store.path.rglob(f"*{reference.key(fresh.blocks[2])}*")
     data = bytearray(path.read_bytes())
     data[-50] ^= 0xFF
     path.write_bytes(bytes(data))
     answer = server.ask(fresh.body())
     assert answer.tokens == reference.answer(fresh)
-    # The retry encodes the damaged block, and the system text, whose memory it does not trust.
+    # The retry encodes the damaged block, and the system text, which may be lost from memory.
     assert answer.report["misses"] == 2
 
 
-def test_concurrent_clients_get_right_answers(reference: Reference, server: Server) -> None:
+def test_concurrent_clients_get_correct_answers(reference: Reference, server: Server) -> None:
     cases = [reference.case(16 + place % 4, records=3) for place in range(16)]
     with ThreadPoolExecutor(16) as threads:
         answers = [*threads.map(lambda case: server.ask(case.body()), cases)]
     assert [answer.tokens for answer in answers] == [reference.answer(case) for case in cases]
 
 
-def test_blocks_are_looked_for_encoded_and_found(reference: Reference, server: Server) -> None:
+def test_passages_are_looked_up_encoded_and_found(reference: Reference, server: Server) -> None:
     case = reference.case(30)
     texts, tokens = case.texts[1:-1], sum(case.lengths[1:])
     answers = [
@@ -201,9 +205,11 @@ def test_tenants_share_no_pages_in_full_mode(reference: Reference, server: Serve
     assert hits == [False, False, True]
 
 
-def test_private_is_per_tenant(reference: Reference, server: Server, store: DirectoryStore) -> None:
+def test_private_blocks_belong_to_one_tenant(
+    reference: Reference, server: Server, store: DirectoryStore
+) -> None:
     case = reference.case(32)
-    head, passage = case.blocks[:2]  # the text before the passages is a user's
+    head, passage = case.blocks[:2]  # the text before the passages is private
     misses, kept = len(case.lengths), server.counted("vllm:blockattn_kept_blocks_total")
     for tenant, expected in (("c", misses), ("c", 0), ("d", misses), ("d", 0)):
         answer = server.ask(case.body(), **{"x-tenant-id": tenant})
@@ -236,13 +242,15 @@ def test_a_signed_plan_is_needed_for_a_tenant(reference: Reference, server: Serv
         ({"structured_outputs": {"grammar": '%llguidance {}\nstart: "a"'}}, "found auto; start"),
     ],
 )
-def test_what_block_mode_cannot_do_is_refused_with_a_reason(
+def test_unsupported_requests_are_refused_with_a_reason(
     reference: Reference, server: Server, changed: dict[str, Any], message: str
 ) -> None:
     assert message in server.refusal(reference.case(1).body(**changed))
 
 
-def test_refusal_encodes_none(reference: Reference, server: Server, store: DirectoryStore) -> None:
+def test_a_refused_request_encodes_nothing(
+    reference: Reference, server: Server, store: DirectoryStore
+) -> None:
     before = {*store.keys()}
     fresh = reference.case(33)
     for changed, message in (
@@ -262,7 +270,7 @@ def test_a_body_that_is_nested_too_deeply_is_refused(server: Server) -> None:
     assert response.status_code == 400
 
 
-def test_a_bad_tenant_is_refused(server: Server) -> None:
+def test_an_invalid_tenant_is_refused(server: Server) -> None:
     bad = server.post(ENCODE, {"texts": ["x"]}, **{"x-tenant-id": "a b/"})
     assert bad.status_code == 400
     assert "A namespace consists" in bad.json()["error"]["message"]
@@ -275,7 +283,7 @@ def test_a_bad_tenant_is_refused(server: Server) -> None:
         assert "expected one name" in unclear.json()["error"]["message"]
 
 
-def test_the_check_of_a_server_passes(server: Server, store: DirectoryStore) -> None:
+def test_check_server_passes(server: Server, store: DirectoryStore) -> None:
     before = store.stats()
     reports = [check_server(server.client()) for _ in range(2)]
     assert [row.name for row in reports[0].rows if not row.passed] == []
@@ -283,7 +291,7 @@ def test_the_check_of_a_server_passes(server: Server, store: DirectoryStore) -> 
     assert store.stats().entries - before.entries == 2
 
 
-def test_what_is_counted_is_told_to_prometheus(server: Server) -> None:
+def test_counts_are_exported_to_prometheus(server: Server) -> None:
     for name in ("answers", "loaded_tokens", "loads", "saved_blocks", "loaded_bytes"):
         assert server.counted(f"vllm:blockattn_{name}_total") > 0
     assert server.counted("vllm:blockattn_tier_hits_total") > 0
@@ -295,7 +303,7 @@ def test_what_is_counted_is_told_to_prometheus(server: Server) -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", COMPLETIONS, ENCODE])
-def test_logs_hold_nothing_that_was_sent(reference: Reference, server: Server, path: str) -> None:
+def test_logs_contain_no_request_contents(reference: Reference, server: Server, path: str) -> None:
     word, ids = "Halden-is-a-secret", reference.case(1).ids
     for sent in (
         {"prompt": ids, "kv_transfer_params": {"blockattn": {"v": 2, "op": word, "lengths": [1]}}},
@@ -312,7 +320,7 @@ def test_logs_hold_nothing_that_was_sent(reference: Reference, server: Server, p
         assert text not in log
 
 
-def test_what_fails_in_a_step_is_shown_without_tokens(reference: Reference) -> None:
+def test_errors_of_a_step_are_logged_without_tokens(reference: Reference) -> None:
     case = reference.case(2)
     plan = BlockPlan("complete", case.lengths)
     orders = Orders([Load("one", plan, case.ids, [[7]], 0)], saves=[Save("two", plan, case.ids)])

@@ -1,4 +1,4 @@
-"""Engines in which block mode would be wrong are refused when they start."""
+"""Engines with which block mode would be incorrect are refused at startup."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ def cache_of(*specs: Any) -> KVCacheConfig:
 
 
 def change(engine: Any, changed: dict[str, Any]) -> None:
-    """Set options of an engine, by the names of their parts."""
+    """Set nested options of an engine, given by their dotted names."""
     for place, value in changed.items():
         *part, name = place.split(".")
         setattr(getattr(engine, part[0]) if part else engine, name, value)
 
 
-def test_an_engine_of_the_profiles_model_is_accepted(reference: Reference) -> None:
+def test_an_engine_with_the_model_of_the_profile_is_accepted(reference: Reference) -> None:
     config = ServingConfig.parse(reference.options())
     check_engine(engine_of(), cache_of(FULL), config, reference.profile)
 
@@ -104,7 +104,7 @@ def test_unsuitable_engines_are_refused(
         ({"cache_config.cache_dtype": "fp8_e4m3"}, "--kv-cache-dtype is in effect"),
     ],
 )
-def test_engines_that_cannot_recompute_are_refused_if_a_recipe_does(
+def test_engines_that_cannot_recompute_are_refused_if_the_recipe_does(
     reference: Reference, changed: dict[str, Any], message: str
 ) -> None:
     config = ServingConfig.parse(reference.options(read_only=True, private_memory="0"))
@@ -157,7 +157,7 @@ def test_files_that_the_index_does_not_list_are_not_loaded(
     check_engine(engine, cache_of(FULL), config, reference.profile)
 
 
-def test_reading_needs_less_than_encoding(reference: Reference) -> None:
+def test_read_only_servers_have_fewer_requirements(reference: Reference) -> None:
     engine = engine_of()
     engine.parallel_config.pipeline_parallel_size = 2
     engine.cache_config.cache_dtype = "fp8_e4m3"
@@ -181,20 +181,20 @@ def test_groups_of_attention_layers_are_accepted(
 
 
 @pytest.mark.parametrize("specs", [(FULL, STATE), (CHUNKED,)])
-def test_layers_of_other_kinds_are_refused(reference: Reference, specs: tuple[Any, ...]) -> None:
+def test_other_kinds_of_layers_are_refused(reference: Reference, specs: tuple[Any, ...]) -> None:
     config = ServingConfig.parse(reference.options())
     with pytest.raises(ServingError, match=f"the cache has layers of {type(specs[-1]).__name__}"):
         check_engine(engine_of(), cache_of(*specs), config, reference.profile)
 
 
-def test_another_model_than_the_profiles_is_refused(reference: Reference) -> None:
+def test_a_model_that_differs_from_the_profile_is_refused(reference: Reference) -> None:
     config = ServingConfig.parse(reference.options())
     other = replace(reference.profile, vocab_size=5000)
     with pytest.raises(ServingError, match="vocab_size 1202"):
         check_engine(engine_of(), cache_of(FULL), config, other)
 
 
-def test_a_connector_among_others_is_refused(reference: Reference) -> None:
+def test_a_connector_combined_with_others_is_refused(reference: Reference) -> None:
     config = ServingConfig.parse(reference.options())
     engine = engine_of()
     parent = engine_of({"kv_connector": "MultiConnector", "kv_connector_module_path": None})
@@ -202,7 +202,7 @@ def test_a_connector_among_others_is_refused(reference: Reference) -> None:
         check_engine(engine, cache_of(FULL), config, reference.profile)
 
 
-def test_engine_that_rotates_keys_in_another_way_does_not_start(
+def test_an_engine_with_another_key_rotation_does_not_start(
     reference: Reference, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(RuntimeError, match="Engine core initialization failed"):

@@ -1,4 +1,4 @@
-"""Answers of vLLM in block mode that a schema or a grammar holds."""
+"""vLLM answers in block mode that follow a schema or a grammar."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def asked(reference: Reference, number: int, **more: Any) -> dict[str, Any]:
     return reference.case(number).body(min_tokens=0, max_tokens=64, **more)
 
 
-def test_answer_follows_its_schema(reference: Reference, server: Server) -> None:
+def test_an_answer_follows_its_schema(reference: Reference, server: Server) -> None:
     body = asked(reference, 31, response_format=FORMAT)
     for _ in range(2):
         answer = server.ask(body)
@@ -55,14 +55,14 @@ def test_answer_follows_its_schema(reference: Reference, server: Server) -> None
         ({"choice": ["the tower", "the lake"]}, "the (tower|lake)"),
     ],
 )
-def test_an_answer_follows_what_vllm_knows_besides(
+def test_other_structured_outputs_of_vllm_are_supported(
     reference: Reference, server: Server, option: dict[str, Any], pattern: str
 ) -> None:
     answer = server.ask(asked(reference, 32, structured_outputs=option))
     assert re.fullmatch(pattern, answer.text)
 
 
-def test_an_answer_that_was_cut_is_no_object(reference: Reference, server: Server) -> None:
+def test_an_answer_that_was_cut_off_raises(reference: Reference, server: Server) -> None:
     answer = server.ask({**asked(reference, 33, response_format=FORMAT), "max_tokens": 3})
     with pytest.raises(IncompleteAnswerError):
         complete_json(answer.text, answer.reason)
@@ -118,7 +118,7 @@ def _large(kind: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_long_chain_of_references_ends_no_server(
+def test_a_long_chain_of_references_does_not_crash_the_server(
     reference: Reference, server: Server, mode: Literal["block", "full"]
 ) -> None:
     chain: dict[str, Any] = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(20_000)}

@@ -1,4 +1,4 @@
-"""Tool calls through the OpenAI route: required ones by grammar, and quoted ones as text."""
+"""Tool calls through the OpenAI route: required calls follow a grammar, quoted calls are text."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def chat(reference: Reference, *, has_documents: bool, **fields: Any) -> dict[st
     body: dict[str, Any] = {"messages": [{"role": "user", "content": question}]}
     if has_documents:
         body["documents"] = [{"text": text} for text in passages]
-    # The penalty ends runs of blanks, which the grammar of calls allows.
+    # The penalty ends repeated spaces, which the grammar of calls allows.
     sampling = {"temperature": 0, "max_tokens": 128, "frequency_penalty": 2.0}
     return {**body, "tools": [TOOL], **sampling, **fields}
 
@@ -72,7 +72,7 @@ def test_required_calls_are_made(
     ]
 
 
-def test_optional_calls_leave_text_as_it_is(reference: Reference, server: Server) -> None:
+def test_optional_calls_do_not_change_text(reference: Reference, server: Server) -> None:
     body = chat(reference, has_documents=True, max_tokens=24)
     answer = server.ask(body, CHATS)
     assert answer.tokens

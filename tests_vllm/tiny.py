@@ -1,4 +1,4 @@
-"""Tiny random checkpoints with layers that the bundled model does not have."""
+"""Tiny random checkpoints with kinds of layers that the bundled model does not have."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _BASE: dict[str, Any] = {
     "bos_token_id": 0,
     "eos_token_id": 1,
     "pad_token_id": 2,
-    # No recipe, as if it had been fine-tuned for block mode.
+    # Marked as block-fine-tuned, so that it needs no recipe.
     "block_attention": {"modes": ["block", "full"], "positions": "reordered", "version": 1},
 }
 WINDOW = 65
@@ -30,7 +30,7 @@ _TYPES = ["sliding_attention", "sliding_attention", "full_attention"]
 _SHARED: dict[str, Any] = {
     "num_hidden_layers": 5,
     "num_kv_shared_layers": 2,
-    # In vLLM, the full layer before the shared ones must be the last one of its kind.
+    # vLLM requires the full layer before the shared layers to be the last one of its kind.
     "layer_types": [*_TYPES, *_TYPES[1:]],
     "sliding_window": WINDOW,
     "hidden_size_per_layer_input": 8,
@@ -40,7 +40,7 @@ _LATENT: dict[str, Any] = {
     "num_hidden_layers": 3,
     "num_key_value_heads": 4,
     "head_dim": 64,
-    # vLLM's kernel for CPUs has no other sizes of latents and rotary keys.
+    # The only sizes of latents and rotary keys that vLLM's CPU kernel supports.
     "kv_lora_rank": 512,
     "qk_rope_head_dim": 64,
     "qk_nope_head_dim": 32,
@@ -53,12 +53,12 @@ _LATENT: dict[str, Any] = {
     "num_experts_per_tok": 3,
     "n_group": 4,
     "topk_group": 2,
-    # As in published configs. transformers ignores both, but vLLM's default is another router.
+    # As in published configs. transformers ignores both, but vLLM defaults to another router.
     "scoring_func": "sigmoid",
     "topk_method": "noaux_tc",
 }
 _CPU = {"attention_backend": "CPU_MLA"}
-"""Arguments of ``LLM``: the backend for float32, which vLLM does not choose on CPUs with AMX."""
+"""Arguments of ``LLM``: the float32 backend, which vLLM does not select on CPUs with AMX."""
 _YARN: dict[str, Any] = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
@@ -72,11 +72,11 @@ _YARN: dict[str, Any] = {
 
 
 class Family(NamedTuple):
-    """Family of transformers and its config.
+    """A transformers family and its config.
 
     Args:
-        engine: Arguments of ``LLM`` that it needs.
-        page_tokens: Tokens of a page, of the layers with windows if it has some.
+        engine: Arguments of ``LLM`` for this family.
+        page_tokens: Tokens per page, of the layers with windows if there are any.
     """
 
     name: str
@@ -101,7 +101,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "shared": Family(
         "gemma4_text",
-        # The sizes of Gemma 4 E2B.
+        # Sizes of Gemma 4 E2B.
         {**_SHARED, "num_key_value_heads": 1, "head_dim": 256, "global_head_dim": 512},
         page_tokens=256,
     ),
@@ -133,7 +133,7 @@ FAMILIES: dict[str, Family] = {
         {**_CPU, "compilation_config": {"custom_ops": ["-rotary_embedding"]}},
     ),
 }
-"""Families by the layers that they have."""
+"""Families by their kinds of layers."""
 
 REFUSED = {
     "expanded": Family(
@@ -151,12 +151,12 @@ REFUSED = {
         },
     ),
 }
-"""Families that vLLM runs in another way than transformers."""
+"""Families that vLLM computes differently than transformers."""
 
 
 def save(layers: str, folder: Path) -> Path:
-    """Save a checkpoint of ``FAMILIES`` or ``REFUSED`` with the tokenizer of the bundled model. Its
-    weights are spread, so that attention is far from uniform."""
+    """Save a checkpoint of ``FAMILIES`` or ``REFUSED`` with the tokenizer of the bundled model. The
+    variance of its weights makes attention far from uniform."""
     family, config, *_ = (FAMILIES | REFUSED)[layers]
     torch.manual_seed(0)
     auto: Any = AutoModelForCausalLM

@@ -1,4 +1,4 @@
-"""Both frameworks behind one interface, for tests of behavior that they share."""
+"""LangChain and LlamaIndex behind one interface, for tests of the behavior that they share."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ AWAITED = pytest.mark.parametrize("how", ["awaited", "awaited stream"])
 
 
 class Answer(NamedTuple):
-    """An answer of either framework."""
+    """Answer from either framework."""
 
     text: str
     calls: list[tuple[str, dict[str, Any]]]
@@ -45,12 +45,12 @@ class LangChain:
     def chat(
         self, source: BlockAttentionEngine | str, max_tokens: int = 400, **arguments: Any
     ) -> Any:
-        """A chat model with a ready engine, or the name of a model."""
+        """Return a chat model over an engine, or over the model with this name."""
         own = {"model" if isinstance(source, str) else "engine": source}
         return ChatBlockAttention(max_tokens=max_tokens, **own, **arguments)
 
     def ask(self, chat: Any, how: How, question: str = "Well?", **options: Any) -> Answer:
-        """Ask with options of the call, among them OpenAI's definitions of ``tools``."""
+        """Ask a question. ``options`` go to the call, such as ``tools`` in OpenAI's format."""
         if how == "whole":
             return self._read(chat.invoke(question, **options))
         if how == "stream":
@@ -58,18 +58,18 @@ class LangChain:
         return asyncio.run(self.aask(chat, how, question, **options))
 
     async def aask(self, chat: Any, how: How, question: str = "Well?", **options: Any) -> Answer:
-        """``ask`` for event loops."""
+        """Asynchronous version of ``ask``."""
         if how == "awaited":
             return self._read(await chat.ainvoke(question, **options))
         async with aclosing(self.astream(chat, question, **options)) as chunks:
             return self._read(reduce(add, [chunk async for chunk in chunks]))
 
     def stream(self, chat: Any, question: str, **options: Any) -> Generator[Any, None, None]:
-        """The chunks of an answer."""
+        """Yield the chunks of an answer."""
         yield from chat.stream(question, **options)
 
     async def astream(self, chat: Any, question: str, **options: Any) -> AsyncGenerator[Any, None]:
-        """``stream`` for event loops."""
+        """Asynchronous version of ``stream``."""
         async with aclosing(chat.astream(question, **options)) as chunks:
             async for chunk in chunks:
                 yield chunk
@@ -86,24 +86,24 @@ class LangChain:
         )
 
     def ingestion(self, **arguments: Any) -> Any:
-        """The ingestion step."""
+        """Return an ingestion step."""
         return BlockKVTransformer(**arguments)
 
     def ingest(self, step: Any, texts: Sequence[str]) -> EncodeStats:
-        """Ingest texts. Returns the step's figures."""
+        """Ingest texts. Returns the statistics of the step."""
         step.transform_documents([Document(text) for text in texts])
         stats: EncodeStats = step.stats
         return stats
 
 
 def _invalid(call: Any) -> tuple[str | None, str, str]:
-    """An invalid call, whose error a stream puts before its text."""
+    """Return tool, error and text of an invalid call. Streams put the error before the text."""
     error, _, text = f"{call['error'] or ''}: {call['args']}".removeprefix(": ").partition(": ")
     return call["name"], error, text
 
 
 class LlamaIndex:
-    """The same of LlamaIndex."""
+    """LLMs and ingestion of LlamaIndex."""
 
     def chat(
         self, source: BlockAttentionEngine | str, max_tokens: int = 400, **arguments: Any
@@ -139,7 +139,7 @@ class LlamaIndex:
         text = message.content or ""
         if len(steps) > 1 and not invalid:
             assert "".join(step.delta or "" for step in steps) == text
-        for one in invalid:  # which LlamaIndex shows in the text
+        for one in invalid:  # LlamaIndex appends invalid calls to the text
             text = text.removesuffix(one["text"]).rstrip("\n")
         return Answer(
             text,

@@ -1,4 +1,4 @@
-"""Unknown constructor arguments are refused by every class that takes keyword arguments."""
+"""Every class that takes keyword arguments refuses unknown ones."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from blockattn_rag.adapters.arguments import check_known
 
 
 class Thing:
-    """Has arguments."""
+    """Class named in the error messages."""
 
 
 def test_unknown_arguments_raise_with_suggestions() -> None:
@@ -40,7 +40,7 @@ def test_constructors_refuse_unknown_arguments(name: str) -> None:
         BlockAttentionLLM(model_name="bundled", **arguments)
 
 
-def test_every_name_of_an_argument_is_known() -> None:
+def test_aliases_of_arguments_are_accepted() -> None:
     from blockattn_rag.langchain import ChatBlockAttention
 
     chat = ChatBlockAttention(model="bundled", max_new_tokens=3, stop_sequences=["x"], tags=["a"])

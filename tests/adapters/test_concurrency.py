@@ -1,4 +1,4 @@
-"""Threads and event loops: nothing blocks the loop, and an abandoned answer frees the model."""
+"""Threads and event loops: no call blocks the loop, and abandoned answers free the model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.holding import FEW, LONGEST_S, Held
 
 pytestmark = EACH
 
-LONG: dict[str, Any] = {"max_new_tokens": 3000}  # more than any test lets the model generate
+LONG: dict[str, Any] = {"max_new_tokens": 3000}  # more tokens than any test generates
 SHORT: dict[str, Any] = {"max_new_tokens": 20}
 
 
@@ -24,10 +24,12 @@ def chat(framework: Framework) -> Any:
 
 
 @AWAITED
-async def test_event_loop_keeps_on(framework: Framework, chat: Any, held: Held, how: How) -> None:
+async def test_event_loop_is_not_blocked(
+    framework: Framework, chat: Any, held: Held, how: How
+) -> None:
     task = asyncio.create_task(framework.aask(chat, how, **SHORT))
     await asyncio.to_thread(held.wait_for_token)
-    for _ in range(10):  # turns of the loop, while the model waits in the middle of an answer
+    for _ in range(10):  # the loop keeps running while the model is paused in mid-answer
         await asyncio.sleep(0)
     assert (held.tokens, task.done()) == (1, False)
     held.let_go()
@@ -35,7 +37,7 @@ async def test_event_loop_keeps_on(framework: Framework, chat: Any, held: Held, 
 
 
 def assert_ended_early(framework: Framework, chat: Any, held: Held) -> None:
-    """An abandoned answer ended early, and the model answers again."""
+    """Check that the abandoned answer ended early, and that the model still answers."""
     held.let_go(FEW)
     held.wait_for_end()
     assert held.tokens <= 2 * FEW + 1
@@ -44,7 +46,9 @@ def assert_ended_early(framework: Framework, chat: Any, held: Held) -> None:
 
 
 @AWAITED
-async def test_cancel_frees_model(framework: Framework, chat: Any, held: Held, how: How) -> None:
+async def test_cancelling_frees_the_model(
+    framework: Framework, chat: Any, held: Held, how: How
+) -> None:
     task = asyncio.create_task(framework.aask(chat, how, **LONG))
     await asyncio.to_thread(held.wait_for_token)
     task.cancel()
@@ -61,7 +65,9 @@ def test_a_closed_stream_frees_the_model(framework: Framework, chat: Any, held: 
     assert_ended_early(framework, chat, held)
 
 
-async def test_closing_astream_frees_model(framework: Framework, chat: Any, held: Held) -> None:
+async def test_closing_an_async_stream_frees_the_model(
+    framework: Framework, chat: Any, held: Held
+) -> None:
     stream = framework.astream(chat, "Well?", **LONG)
     held.let_go(FEW)
     await anext(stream)
@@ -94,7 +100,9 @@ async def test_gathered_calls_share_a_batch(framework: Framework, chat: Any) -> 
     assert chat.engine.batches == [5]
 
 
-async def test_cancel_spares_rest_of_batch(framework: Framework, chat: Any, held: Held) -> None:
+async def test_cancelling_one_call_does_not_affect_the_rest_of_its_batch(
+    framework: Framework, chat: Any, held: Held
+) -> None:
     calls = [
         asyncio.create_task(framework.aask(chat, "awaited", "x" * 50, **SHORT)) for _ in range(2)
     ]

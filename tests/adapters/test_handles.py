@@ -1,4 +1,4 @@
-"""Handles in a vector store's metadata, which others write too."""
+"""Handles in the metadata of a vector store, which other programs may also write."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from blockattn_rag.adapters.handles import DIGEST_KEY, HANDLE_KEY, digest_of, li
 
 
 class Collection:
-    """As much of a Chroma collection as is asked for handles."""
+    """The methods of a Chroma collection that ``live_handles`` calls."""
 
     def __init__(self, *metadatas: dict[str, Any] | None) -> None:
         self.metadatas = list(metadatas)
@@ -25,29 +25,29 @@ class Collection:
         return {"metadatas": page, "documents": ["text"] * len(page)}
 
 
-def test_handles_that_are_no_strings_are_ignored() -> None:
+def test_non_string_handles_are_ignored() -> None:
     odd = [{HANDLE_KEY: value} for value in (["a", "list"], {"a": 1}, 7, True, None, "")]
     assert live_handles([Collection(*odd, None, {}, {HANDLE_KEY: "a" * 32})]) == {"a" * 32}
 
 
-def test_a_digest_that_is_no_string_makes_a_handle_stale() -> None:
+def test_a_non_string_digest_makes_a_handle_stale() -> None:
     assert live_handles([Collection({HANDLE_KEY: "a" * 32, DIGEST_KEY: ["x"]})]) == set()
 
 
-def test_passages_of_both_frameworks_and_their_metadata_have_handles() -> None:
+def test_handles_are_read_from_passages_of_both_frameworks_and_from_metadata() -> None:
     one, two, three = ({HANDLE_KEY: letter * 32} for letter in "abc")
     given = [Document("text", metadata=one), TextNode(text="text", metadata=two), three, {}]
     assert live_handles(given) == {"a" * 32, "b" * 32, "c" * 32}
 
 
-def test_a_document_with_a_replaced_text_has_a_stale_handle() -> None:
+def test_a_document_with_changed_text_has_a_stale_handle() -> None:
     metadata = {HANDLE_KEY: "a" * 32, DIGEST_KEY: digest_of({"page_content": "old"})}
     assert live_handles([Document("old", metadata=metadata)]) == {"a" * 32}
     assert live_handles([Document("new", metadata=metadata)]) == set()
-    # Without its text nobody can tell, and keeping too much is no loss.
+    # Without the text, a stale handle cannot be detected, so it is kept to be safe.
     assert live_handles([metadata]) == {"a" * 32}
 
 
-def test_places_without_passages_raise_type_error() -> None:
+def test_unsupported_sources_raise_type_error() -> None:
     with pytest.raises(TypeError, match="Expected a Chroma collection, a document, a node"):
         live_handles(["a" * 32])

@@ -1,4 +1,4 @@
-"""Hints: reuse that is given away is told of once, and nothing else is."""
+"""Every missed opportunity for reuse is logged once as a hint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Packages of the adapters: imported on first use, with an error that names the missing extra."""
+"""Adapter packages are imported on first use, and the error for a missing one names its extra."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_a_missing_package_names_the_extra(package: str, name: str, needed: str)
 
 
 @EACH
-def test_only_servers_need_the_extra_serving(
+def test_only_servers_need_the_serving_extra(
     package: str, name: str, needed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served = f"blockattn_rag.{package}.served"

@@ -1,4 +1,4 @@
-"""Models by name: loaded once, when created, shared by copies, and pickled as fields."""
+"""Models given by name: loaded once at creation, shared by copies, and pickled without weights."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def test_a_model_is_loaded_once_with_its_arguments(
     assert isinstance(chat.engine.store, DirectoryStore)
 
 
-def test_the_first_question_measures_nothing(
+def test_the_first_question_does_not_measure_the_model(
     framework: Framework, saved: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     framework.ingest(framework.ingestion(model=saved, kv_store=tmp_path / "kv"), TEXTS)
-    chat = framework.chat(saved, 1, kv_store=tmp_path / "kv")  # as after a restart
+    chat = framework.chat(saved, 1, kv_store=tmp_path / "kv")  # simulates a restart
 
     def refuse(*_: object, **__: object) -> None:
-        raise AssertionError("measured by a question")
+        raise AssertionError("The question measured the model")
 
     for name in ("relay_is_exact", "causal_is_exact"):
         monkeypatch.setattr(relay_attention, name, refuse)
@@ -91,7 +91,7 @@ def test_live_objects_are_not_pickled(framework: Framework, saved: str) -> None:
             pickle.dumps(chat)
 
 
-def test_there_is_exactly_one_source_of_the_model(framework: Framework) -> None:
+def test_exactly_one_model_source_is_required(framework: Framework) -> None:
     engine, ready = tuned_engine(), tiny_model()
     chat: Any = framework.chat(engine)
     cases: list[tuple[dict[str, Any], str]] = [

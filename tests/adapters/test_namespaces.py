@@ -1,4 +1,4 @@
-"""Tenants in the adapters: an engine's namespace is theirs, and arguments reach the engine."""
+"""Adapters use the namespace of their engine and pass loading arguments to it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def engine_of(store: MemoryStore, namespace: str) -> BlockAttentionEngine:
     return BlockAttentionEngine(model, store, namespace=namespace)
 
 
-def test_arguments_for_loading_reach_the_engine(store: MemoryStore) -> None:
+def test_loading_arguments_reach_the_engine(store: MemoryStore) -> None:
     arguments: dict[str, Any] = {
         "namespace": "one", "read_namespaces": ["public"], "read_only": True, "kv_dtype": "int8",
     }  # fmt: skip
@@ -43,7 +43,7 @@ def test_arguments_for_loading_reach_the_engine(store: MemoryStore) -> None:
 
 
 @pytest.mark.parametrize("step", ["llama_index", "langchain"])
-def test_ingestion_uses_the_namespace_of_the_engine(store: MemoryStore, step: str) -> None:
+def test_ingestion_uses_the_engines_namespace(store: MemoryStore, step: str) -> None:
     engine = engine_of(store, "one")
     if step == "llama_index":
         from llama_index.core.schema import TextNode

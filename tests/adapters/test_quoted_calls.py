@@ -1,4 +1,4 @@
-"""Calls that an answer quotes are text; those that it makes are calls."""
+"""Tool calls that an answer merely quotes are text; calls that the model makes are calls."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.quoting import CALLS, called, quoted, quoting_model
 from tests.scripted import ScriptedEngine
 
 pytestmark = EACH
-# Streams are tested in one form: the parser's own tests stream all of them.
+# Streams are tested with one call format; the parser's tests stream all of them.
 FORM = pytest.mark.parametrize(
     ("form", "how"), [*((form, "whole") for form in FORMATS), ("hermes", "stream")]
 )
@@ -46,25 +46,25 @@ def answer_of(
         ("hermes", False, "stream"),
     ],
 )
-def test_quoted_call_is_text(framework: Framework, form: str, how: How, special: bool) -> None:
+def test_a_quoted_call_is_text(framework: Framework, form: str, how: How, special: bool) -> None:
     (said,) = quoted(form)
     assert answer_of(framework, form, quoted(form), how, special) == (said.text, [])
     text = f"{CALLS[form]} is quoted."
-    if form != "llama3":  # whose calls need no mark at the beginning of an answer
+    if form != "llama3":  # at the start of an answer, its calls need no delimiter
         spans = [Span(text, "conversation")]
         assert answer_of(framework, form, spans, how, special) == (text, [])
     assert answer_of(framework, form, called(form), how, special) == ("I do.", MADE)
 
 
 @WHOLE_OR_STREAM
-def test_a_call_is_made_next_to_a_quoted_one(framework: Framework, how: How) -> None:
+def test_a_call_next_to_a_quoted_call_is_made(framework: Framework, how: How) -> None:
     said = [*quoted("hermes"), *called("hermes"), *quoted("hermes")]
     expected = f"{said[0].text}I do.{said[0].text}", MADE
     assert answer_of(framework, "hermes", said, how) == expected
 
 
 @WHOLE_OR_STREAM
-def test_marks_are_found_after_thoughts(framework: Framework, how: How) -> None:
+def test_calls_are_found_after_thoughts(framework: Framework, how: How) -> None:
     model = quoting_model("hermes", template=QWEN3)
     thoughts = Span(f"<think>\nIt says {CALLS['hermes']}.\n</think>\n\n", "conversation")
     said = [thoughts, Span(CALLS["hermes"], "template"), *quoted("hermes"), *called("hermes")]
@@ -76,7 +76,9 @@ def test_marks_are_found_after_thoughts(framework: Framework, how: How) -> None:
 
 
 @FORM
-def test_constrained_answer_is_text_or_calls(framework: Framework, form: str, how: How) -> None:
+def test_a_constrained_answer_is_either_text_or_calls(
+    framework: Framework, form: str, how: How
+) -> None:
     options: dict[str, Any] = {"special": None, "tool_calls": "constrained"}
     (said,) = quoted(form)
     assert answer_of(framework, form, [said], how, **options) == (said.text, [])
@@ -88,7 +90,7 @@ def test_constrained_answer_is_text_or_calls(framework: Framework, form: str, ho
 def test_text_in_a_constrained_answer_cannot_become_a_call(framework: Framework, how: How) -> None:
     said = [Span("Well. ", "template"), Span(CALLS["hermes"], "template")]
     free = answer_of(framework, "hermes", said, how, special=None)
-    assert free == ("Well.", MADE)  # without a token, they cannot be distinguished
+    assert free == ("Well.", MADE)  # without special tokens, a quoted call cannot be distinguished
     options: dict[str, Any] = {"special": None, "tool_calls": "constrained"}
     text = said[0].text + said[1].text
     assert answer_of(framework, "hermes", said, how, **options) == (text, [])
@@ -103,7 +105,7 @@ def test_a_call_quoted_in_a_json_answer_with_tools_is_text(framework: Framework,
     assert found == (text, [])
 
 
-def test_calls_are_constrained_by_the_models_defaults(framework: Framework) -> None:
+def test_calls_may_be_constrained_by_default(framework: Framework) -> None:
     said = [Span(f"Well. {CALLS['hermes']}", "template")]
     engine = ScriptedEngine(lambda _: said, model=quoting_model("hermes", None))
     chat = framework.chat(engine, generate_kwargs={"tool_calls": "constrained"})

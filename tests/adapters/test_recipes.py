@@ -1,4 +1,4 @@
-"""Recipes as an argument of models and ingestion steps, and as an option of calls."""
+"""Recipes of models and ingestion steps, and as options of single calls."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ QUESTION = f"{''.join(map(wrap, TEXTS))}Which?"
 
 @pytest.fixture(scope="module")
 def saved_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that is not block-fine-tuned."""
+    """Save a stock model, that is, one without block fine-tuning."""
     folder = tmp_path_factory.mktemp("model")
     tiny_model().save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
@@ -42,7 +42,7 @@ def test_the_model_and_its_ingestion_run_with_the_recipe(
     chat = framework.chat(str(saved_model), 4, **where)
     framework.ingest(framework.ingestion(llm=chat), TEXTS)
     reuse = framework.ask(chat, "whole", QUESTION).reuse
-    assert (reuse["hits"], reuse["misses"]) == (3, 1)  # the text before them
+    assert (reuse["hits"], reuse["misses"]) == (3, 1)  # the miss is the text before the passages
     assert reuse["recipe"] == str(recipe)
     assert chat.engine.recipe == recipe
     plain = framework.ask(chat, "whole", QUESTION, recipe="none").reuse
@@ -60,7 +60,7 @@ def test_a_recipe_next_to_the_store_is_found(
 
 
 @WHOLE_OR_STREAM
-def test_a_call_may_have_another_recipe(framework: Framework, how: How) -> None:
+def test_a_call_may_override_the_recipe(framework: Framework, how: How) -> None:
     chat = framework.chat(tuned_engine(), 6)
     for recipe in ("bos", recipe_of(chat.engine.model), Recipe(promote=1)):
         found = framework.ask(chat, how, QUESTION, recipe=recipe)

@@ -1,4 +1,4 @@
-"""Prompts without markers: both adapters find the passages that were ingested."""
+"""Both adapters recognize ingested passages in prompts without markers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def passages(prompt: BlockPrompt) -> list[str]:
 
 
 def models(engine: BlockAttentionEngine, **options: Any) -> list[Any]:
-    """A model of each adapter."""
+    """A chat model from each adapter."""
     llama_index = BlockAttentionLLM(engine=engine, max_new_tokens=4, **options)
     return [llama_index, ChatBlockAttention(engine=engine, max_tokens=4, **options)]
 
@@ -90,10 +90,12 @@ def test_an_answer_reuses_passages_without_markers(bundled: BlockAttentionEngine
     usage = llama_index.chat([ChatMessage(PLAIN)]).raw["usage"]
     assert usage["hits"] == 2
     answer = chat.invoke(PLAIN)
-    assert answer.response_metadata["block_attention"]["hits"] == 3  # and the text before them
+    assert answer.response_metadata["block_attention"]["hits"] == 3  # with the text before them
 
 
-def test_recognition_equals_the_postprocessor(bundled: BlockAttentionEngine) -> None:
+def test_recognition_gives_the_same_blocks_as_the_postprocessor(
+    bundled: BlockAttentionEngine,
+) -> None:
     engine = with_settings(bundled, namespace="pipeline")
     llm, plain = (BlockAttentionLLM(engine=engine, recognize=flag) for flag in (True, False))
     nodes = BlockKVTransform(llm=llm)([Document(text=text) for text in TEXTS])
@@ -132,7 +134,7 @@ def test_a_read_only_engine_writes_no_index(bundled: BlockAttentionEngine, tmp_p
 
 
 @pytest.mark.parametrize("adapter", [BlockAttentionLLM, ChatBlockAttention])
-def test_what_cannot_recognize_is_refused(adapter: Any) -> None:
+def test_models_that_cannot_recognize_passages_are_refused(adapter: Any) -> None:
     store = RedisStore("redis://127.0.0.1:9/0")
     with pytest.raises(ValueError, match="cannot keep an index of passages"):
         adapter(model_name="bundled", kv_store=store, recognize=True)

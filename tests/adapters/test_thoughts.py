@@ -1,4 +1,4 @@
-"""Thoughts of reasoning models, and variables of their chat templates."""
+"""Thoughts of reasoning models, and variables of chat templates."""
 
 from __future__ import annotations
 
@@ -29,19 +29,23 @@ def engine() -> BlockAttentionEngine:
 
 
 @EVERY_WAY
-def test_thoughts_are_apart(framework: Framework, engine: BlockAttentionEngine, how: How) -> None:
+def test_thoughts_are_separated_from_the_answer(
+    framework: Framework, engine: BlockAttentionEngine, how: How
+) -> None:
     found = framework.ask(framework.chat(engine), how, **says(SAID))
     assert (found.text, found.thoughts) == ("31 metres.", "It is deep.")
 
 
-def test_everything_is_answer_if_the_template_marks_no_thoughts(framework: Framework) -> None:
+def test_without_thought_delimiters_everything_is_the_answer(framework: Framework) -> None:
     chat = framework.chat(engine_with(tiny_tokenizer()))
     found = framework.ask(chat, "whole", **says(SAID))
     assert (found.text, found.thoughts) == (SAID, "")
 
 
 @EVERY_WAY
-def test_call_variables_win(framework: Framework, engine: BlockAttentionEngine, how: How) -> None:
+def test_variables_of_a_call_override_those_of_the_model(
+    framework: Framework, engine: BlockAttentionEngine, how: How
+) -> None:
     def tokens(defaults: dict[str, Any], **call: Any) -> int:
         chat = framework.chat(engine, 2, generate_kwargs=defaults)
         reuse = framework.ask(chat, how, "How deep?", **call).reuse
@@ -54,7 +58,9 @@ def test_call_variables_win(framework: Framework, engine: BlockAttentionEngine, 
 
 
 @pytest.mark.parametrize("where", ["call", "model"])
-def test_unread_is_refused(framework: Framework, engine: BlockAttentionEngine, where: str) -> None:
+def test_variables_that_the_template_does_not_read_are_refused(
+    framework: Framework, engine: BlockAttentionEngine, where: str
+) -> None:
     wrong: dict[str, Any] = {"chat_template_kwargs": {"enable_thinkin": False}}
     chat = framework.chat(engine, generate_kwargs=wrong if where == "model" else {})
     with pytest.raises(ValueError, match="enable_thinkin in chat_template_kwargs, which the"):

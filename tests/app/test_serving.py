@@ -1,4 +1,4 @@
-"""What vLLM is started with to serve a model."""
+"""Options that vLLM is started with to serve a model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.recipes import recipe_of
 
 @pytest.fixture
 def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Served:
-    """A tiny model of this test's own."""
+    """Folder of a tiny model that the test may change."""
     monkeypatch.setenv("BLOCKATTN_RAG_HOME", str(tmp_path / "home"))
     tiny_model().save_pretrained(tmp_path / "model")
     tiny_tokenizer().save_pretrained(tmp_path / "model")
@@ -40,7 +40,7 @@ def recipe_text(served: Served) -> Any:
     return served.options().connector["recipe"]
 
 
-def test_options_give_the_profile_of_the_model(served: Served) -> None:
+def test_options_lead_to_the_profile_of_the_model(served: Served) -> None:
     options = served.options()
     assert (options.source, options.dtype) == (served.model, "float32")
     assert options.connector == {
@@ -56,7 +56,7 @@ def test_options_give_the_profile_of_the_model(served: Served) -> None:
     assert (more["namespace"], more["kv_dtype"]) == ("team", "int8")
 
 
-def test_a_hub_id_is_served_at_its_commit(
+def test_a_model_from_the_hub_is_served_at_its_cached_commit(
     served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     repository = tmp_path / "hub" / "models--some--model"
@@ -70,7 +70,9 @@ def test_a_hub_id_is_served_at_its_commit(
     assert served.options().revision is None
 
 
-def test_a_process_with_another_model_or_recipe_is_refused(served: Served, tmp_path: Path) -> None:
+def test_a_different_model_or_recipe_in_the_server_process_is_refused(
+    served: Served, tmp_path: Path
+) -> None:
     recipe_of(load(served)).save(tmp_path / "recipe")
     options = replace(served, recipe="auto").options()
     config = ServingConfig.parse(options.connector)
@@ -92,7 +94,7 @@ def test_weights_are_not_loaded(served: Served, monkeypatch: pytest.MonkeyPatch)
     assert served.options()
 
 
-def test_auto_is_what_the_server_can_run(served: Served, tmp_path: Path) -> None:
+def test_auto_chooses_a_recipe_that_the_server_can_run(served: Served, tmp_path: Path) -> None:
     auto = replace(served, recipe="auto")
     assert recipe_text(auto) == "head+recompute:0.1"
     assert recipe_text(replace(auto, stock="head:2")) == "head:2"
@@ -106,7 +108,7 @@ def test_a_recipe_with_an_adapter_is_copied(served: Served, tmp_path: Path) -> N
     recipe.save(tmp_path / "recipe")
     folder = recipe_text(served)
     assert Path(folder).is_relative_to(tmp_path / "home")
-    (Path(folder) / RECIPE_FILE).unlink()  # a process died while writing it
+    (Path(folder) / RECIPE_FILE).unlink()  # as if a process had died while writing it
     assert recipe_text(served) == folder
     assert Recipe.load(folder) == recipe
     recipe_of(load(served), size=0.3).save(tmp_path / "recipe")
@@ -134,7 +136,7 @@ def test_adapters_are_refused(served: Served) -> None:
         replace(served, dtype="float32").options()
 
 
-def test_an_automatic_recipe_recomputes_nothing_where_vllm_cannot(
+def test_an_automatic_recipe_recomputes_nothing_if_vllm_cannot(
     served: Served, caplog: pytest.LogCaptureFixture
 ) -> None:
     auto = replace(served, recipe="auto")

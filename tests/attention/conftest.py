@@ -1,4 +1,4 @@
-"""What the tests of attention share."""
+"""Fixtures of the attention tests."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from tests.attention.cuda_stand_ins import cuda_kernels_on_cpu
 
 @pytest.fixture
 def no_gradients() -> Iterator[None]:
-    """As in every answer."""
+    """Disable gradients, as inference does."""
     with torch.no_grad():
         yield
 
 
 @pytest.fixture
 def cuda_kernels(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The kernels for CUDA run: as they are on a GPU, else as their stand-ins."""
+    """Run the CUDA kernels, or their stand-ins if there is no GPU."""
     if device.type == "cuda":
         yield
         return

@@ -1,8 +1,8 @@
-"""CPU stand-ins of the kernels for CUDA: real signatures, checks and result layouts, torch maths.
+"""CPU stand-ins for CUDA kernels, with the real signatures, checks and result layouts.
 
-Signatures and checks are those of PyTorch 2.13's native functions, and of the functions of
-flash-attn 2.8.3, FlashAttention 3 (August 2026) and flash-attn-4 4.0.0b36. Options that the package
-does not use are refused.
+Signatures and checks match the native functions of PyTorch 2.13, and the functions of flash-attn
+2.8.3, FlashAttention 3 (August 2026) and flash-attn-4 4.0.0b36. The results are computed with
+PyTorch. Options that the package does not use are refused.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ HALF = (torch.float16, torch.bfloat16)
 def softmax_attention(
     query: Tensor, key: Tensor, value: Tensor, scale: float, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Output in the query's dtype and log-sum-exp in float32, computed in float32."""
+    """Compute attention in float32. Returns output in the query's dtype, and log-sum-exp."""
     scores = query.float() @ key.float().mT * scale
     if bias is not None:
         scores = scores + bias.float()
@@ -31,7 +31,7 @@ def softmax_attention(
 
 
 def check_rows(*states: Tensor) -> None:
-    """Kernels read 16 bytes at once, from the beginning of each row on."""
+    """Check that rows are aligned to 16 bytes, the size of the kernels' memory accesses."""
     first, *others = states
     for one in states:
         *steps, last = one.stride()
@@ -55,7 +55,7 @@ def flash(
     *,
     scale: float | None = None,
 ) -> tuple[Any, ...]:
-    """``aten::_scaled_dot_product_flash_attention``."""
+    """Stand-in for ``aten::_scaled_dot_product_flash_attention``."""
     assert (dropout_p, return_debug_mask) == (0.0, False)
     output, lse = flash_attention(query, key, value, scale, is_causal)
     empty = query.new_empty(0)
@@ -70,7 +70,7 @@ def flash_attention(
     is_causal: bool,
     window: tuple[int | None, int | None] = (None, None),
 ) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp of any flash kernel. ``window``: keys seen to the left and right."""
+    """Output and log-sum-exp of any flash kernel. ``window``: visible keys to the left, right."""
     assert type(is_causal) is bool
     check_rows(query, key, value)
     assert query.dtype in HALF
@@ -101,7 +101,7 @@ def flash_attn_2(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
-    """``flash_attn.flash_attn_func``. States are ``[B, tokens, heads, D]``."""
+    """Stand-in for ``flash_attn.flash_attn_func``. States are ``[B, tokens, heads, D]``."""
     assert (dropout_p, softcap, alibi_slopes) == (0.0, 0.0, None)
     query, key, value = (one.transpose(1, 2) for one in (q, k, v))
     output, lse = flash_attention(query, key, value, softmax_scale, causal, window_size)
@@ -128,7 +128,7 @@ def flash_attn_3(
     sm_margin: int = 0,
     return_attn_probs: bool = False,
 ) -> Any:
-    """``flash_attn_interface.flash_attn_func``, for Hopper."""
+    """Stand-in for ``flash_attn_interface.flash_attn_func``, for Hopper GPUs."""
     assert (qv, q_descale, k_descale, v_descale, attention_chunk) == (None, None, None, None, 0)
     assert num_splits >= 0
     found = flash_attn_2(
@@ -154,7 +154,7 @@ def flash_attn_4(
     return_lse: bool = False,
     **others: None,
 ) -> tuple[Tensor, Tensor | None]:
-    """``flash_attn.cute.flash_attn_func``, which returns two values in any case."""
+    """Stand-in for ``flash_attn.cute.flash_attn_func``, which always returns two values."""
     assert (qv, gather_kv_indices, learnable_sink, others) == (None, None, None, {})
     assert num_splits >= 0
     left, right = (-1 if one is None else one for one in window_size)
@@ -173,11 +173,11 @@ FLASH_PACKAGES: dict[str, tuple[str, Any]] = {
 
 
 def install_flash(monkeypatch: pytest.MonkeyPatch, name: str, function: Any = None) -> None:
-    """Make a package importable. ``function`` replaces its stand-in."""
+    """Make a package importable. ``function`` overrides its stand-in."""
     place, stand_in = FLASH_PACKAGES[name]
     module: Any = ModuleType(place)
     module.flash_attn_func = function or stand_in
-    if place == "flash_attn.cute" and "flash_attn" not in sys.modules:  # a folder without a module
+    if place == "flash_attn.cute" and "flash_attn" not in sys.modules:  # without FlashAttention 2
         monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))
     monkeypatch.setitem(sys.modules, place, module)
 
@@ -193,7 +193,7 @@ def memory_efficient(
     *,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """``aten::_scaled_dot_product_efficient_attention``: pads the log-sum-exp to 32 rows."""
+    """Stand-in for ``aten::_scaled_dot_product_efficient_attention``. Pads the lse to 32 rows."""
     assert (compute_log_sumexp, dropout_p, is_causal) == (True, 0.0, False)
     assert scale is not None
     check_rows(query, key, value)
@@ -215,7 +215,7 @@ def memory_efficient(
 
 @contextmanager
 def cuda_kernels_on_cpu() -> Iterator[None]:
-    """PyTorch's kernels for CUDA take tensors of the CPU."""
+    """Let PyTorch's CUDA kernels accept CPU tensors, by using the stand-ins."""
     library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     library.impl("_scaled_dot_product_flash_attention", flash, "CPU")
     library.impl("_scaled_dot_product_efficient_attention", memory_efficient, "CPU")

@@ -1,4 +1,4 @@
-"""Flash kernels of PyTorch and of packages: only exact ones are used, and the fastest of them."""
+"""Flash kernels from PyTorch and other packages: the fastest exact one is used."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FA2, FA3, FA4 = FLASH_PACKAGES
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    """A Hopper GPU without packages, whose kernels run as stand-ins."""
+    """A simulated Hopper GPU without flash packages, whose kernels are stand-ins."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _=None: (9, 0))
     caches: Any = flash._packages, fastest_flash
     for one in caches:
@@ -39,7 +39,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
 
 
 class Timed:
-    """Packages that take some seconds, where PyTorch's kernel takes one. Counts their calls."""
+    """Packages whose kernels take the given seconds (PyTorch's takes 1). Records their calls."""
 
     def __init__(self, gpu: pytest.MonkeyPatch, **seconds: float) -> None:
         self.calls: list[str] = []
@@ -72,7 +72,7 @@ def states(dtype: torch.dtype, queries: int = 5) -> tuple[Tensor, Tensor, Tensor
 
 @torch.no_grad()
 def check_attention(dtype: torch.dtype) -> None:
-    """The two kernels that the package calls give the attention of the reference kernel."""
+    """Check that both kernels that the package calls match the reference kernel."""
     query, key, value = states(dtype)
     keys, values = (one.repeat_interleave(2, dim=1) for one in (key, value))
     expected = attend_plain(query, keys, values, 0.25)
@@ -99,7 +99,7 @@ def test_the_fastest_kernel_is_called(
 
 
 @pytest.mark.parametrize("seconds", [0.97, 1.5])
-def test_pytorchs_kernel_is_called_unless_a_package_is_clearly_faster(
+def test_pytorchs_kernel_is_used_unless_a_package_is_clearly_faster(
     gpu: pytest.MonkeyPatch, seconds: float
 ) -> None:
     timed = Timed(gpu, **{FA2: seconds})
@@ -109,7 +109,7 @@ def test_pytorchs_kernel_is_called_unless_a_package_is_clearly_faster(
     assert timed.calls == []
 
 
-def test_a_package_replaces_a_kernel_of_pytorch_that_fails(gpu: pytest.MonkeyPatch) -> None:
+def test_a_package_replaces_a_failing_pytorch_kernel(gpu: pytest.MonkeyPatch) -> None:
     timed = Timed(gpu, **{FA2: 2.0})
 
     def missing(*_: Any) -> Any:
@@ -121,7 +121,7 @@ def test_a_package_replaces_a_kernel_of_pytorch_that_fails(gpu: pytest.MonkeyPat
 
 
 def wrong_alignment(query: Tensor, key: Tensor, *rest: Any, **options: Any) -> Any:
-    """Aligns the first query with the first key, as "causal" does in other packages."""
+    """Aligns the first query with the first key, unlike FlashAttention's causal mask."""
     if not options.get("causal"):
         return flash_attn_2(query, key, *rest, **options)
     rows, queries, *shape = query.shape
@@ -136,12 +136,12 @@ def wrong_base(*args: Any, **options: Any) -> Any:
 
 
 def wrong_heads(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
-    """Query heads that share keys are not adjacent."""
+    """Assigns key heads to the wrong query heads."""
     return flash_attn_2(query, key.flip(2), value.flip(2), **options)
 
 
 def wrong_function(query: Tensor, key: Tensor, value: Tensor) -> Any:
-    """Takes other arguments, as older versions do."""
+    """Has the signature of an older version."""
     raise AssertionError
 
 
@@ -154,7 +154,7 @@ def wrong_function(query: Tensor, key: Tensor, value: Tensor) -> Any:
         (wrong_function, "it failed: .* got an unexpected keyword argument"),
     ],
 )
-def test_kernels_that_differ_are_not_used(
+def test_kernels_with_wrong_results_are_not_used(
     gpu: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     kernel: Callable[..., Any],
@@ -171,7 +171,7 @@ def test_kernels_that_differ_are_not_used(
     ("capability", "names"),
     [((8, 0), {FA2}), ((9, 0), {FA2, FA3, FA4}), ((10, 0), {FA2, FA4}), ((7, 5), set())],
 )
-def test_each_package_is_used_on_its_gpus(
+def test_each_package_is_used_on_the_gpus_that_it_supports(
     gpu: pytest.MonkeyPatch, capability: tuple[int, int], names: set[str]
 ) -> None:
     gpu.setattr(torch.cuda, "get_device_capability", lambda _=None: capability)
@@ -180,8 +180,8 @@ def test_each_package_is_used_on_its_gpus(
     assert exact_kernels(CPU, torch.bfloat16, SIZE).keys() == {PYTORCH, *names}
 
 
-def test_a_package_alone_in_the_folder_of_another_is_used(gpu: pytest.MonkeyPatch) -> None:
-    install_flash(gpu, FA4)  # in `flash_attn`, without the function of FlashAttention 2
+def test_a_package_is_used_without_the_other_one_in_its_namespace(gpu: pytest.MonkeyPatch) -> None:
+    install_flash(gpu, FA4)  # creates `flash_attn` without FlashAttention 2
     assert exact_kernels(CPU, torch.bfloat16, SIZE).keys() == {PYTORCH, FA4}
 
 

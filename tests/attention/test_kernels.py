@@ -1,4 +1,4 @@
-"""Relay attention against attention written out in float64, and against hand-written numbers."""
+"""Attention kernels compared with reference attention in float64 and with hand-computed numbers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ HALF = [torch.float16, torch.bfloat16]
 DTYPES = [torch.float32, *HALF]
 pytestmark = pytest.mark.usefixtures("device", "no_gradients")
 
-# Kernels with the dtypes that they take. Those for CUDA run as stand-ins where there is no GPU.
+# Kernels and their supported dtypes. Without a GPU, stand-ins replace the CUDA kernels.
 MASKING: dict[Kernel, list[torch.dtype]] = {
     attend: DTYPES,
     attend_plain: DTYPES,
@@ -40,7 +40,7 @@ KERNELS = MASKING | {attend_flash: HALF}
 
 
 def kernels(of: dict[Kernel, list[torch.dtype]]) -> list[Any]:
-    """Each kernel with each of its dtypes, as parameters of a test."""
+    """Test parameters: each kernel with each of its dtypes."""
     return [
         pytest.param(kernel, dtype, id=f"{getattr(kernel, '__name__', kernel)}-{dtype}")
         for kernel, dtypes in of.items()
@@ -51,7 +51,7 @@ def kernels(of: dict[Kernel, list[torch.dtype]]) -> list[Any]:
 def exact(
     query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None = None
 ) -> Partial:
-    """Softmax attention in float64, as written in any textbook."""
+    """Textbook softmax attention in float64."""
     scores = query.double() @ key.double().transpose(-1, -2) * scale
     if mask is not None:
         scores = scores.masked_fill(~mask, -math.inf)
@@ -59,7 +59,7 @@ def exact(
 
 
 def budget(dtype: torch.dtype, keys: int) -> float:
-    """Error of an output whose inputs are of order 1.
+    """Allowed error of the output for inputs of order 1.
 
     Scores are sums of SIZE products, so each is off by about ``SIZE * eps``, and a weight by as
     much; the output is a mean of values of order 1 plus a sum over ``keys`` roundings that grow
@@ -69,22 +69,22 @@ def budget(dtype: torch.dtype, keys: int) -> float:
 
 
 def bounds(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[float, float]:
-    """Largest errors of output and log-sum-exp, for inputs that are exact in their dtype.
+    """Maximum errors of output and log-sum-exp for inputs that are exact in their dtype.
 
     A score is a sum of D products in float32, whose magnitudes add up to at most the product of the
-    rows' norms. A weight is off by twice the error of a score, relatively, and is rounded to the
-    inputs' dtype, as the output is. Sums over keys round once for each key.
+    rows' norms. The relative error of a weight is twice the error of a score; weights and output
+    are rounded to the inputs' dtype. Sums over keys are rounded once per key.
     """
     eps, of_dtype = torch.finfo(torch.float32).eps, torch.finfo(query.dtype).eps
     norms = float(query.float().norm(dim=-1).max() * key.float().norm(dim=-1).max())
     of_score = query.shape[-1] * eps * scale * norms
-    of_sums = (key.shape[-2] + 8) * eps  # 8: for the exponential and the division
+    of_sums = (key.shape[-2] + 8) * eps  # 8: the exponential and the division
     largest = float(value.float().abs().max())
     return largest * (2 * of_score + of_sums + of_dtype), of_score + 8 * of_sums
 
 
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The same numbers on every device."""
+    """Random tensor with the same values on every device."""
     drawn = torch.randn(*shape, generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
     return drawn.to(torch.get_default_device(), dtype)
 
@@ -93,7 +93,7 @@ def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Te
 @pytest.mark.parametrize(("kernel", "dtype"), kernels(KERNELS))
 def test_two_keys_give_hand_computed_numbers(kernel: Kernel, dtype: torch.dtype) -> None:
     # Scores 0 and ln 3: weights 1/4 and 3/4, log-sum-exp ln 4.
-    rest = [0.0] * 6  # fused kernels take heads of 8
+    rest = [0.0] * 6  # fused kernels need a head size that is a multiple of 8
     query = torch.tensor([[[[1.0, 0.0, *rest]]]], dtype=dtype)
     key = torch.tensor([[[[0.0, 0.0, *rest], [math.log(3), 5.0, *rest]]]], dtype=dtype)
     value = torch.tensor([[[[4.0, 0.0, *rest], [0.0, 8.0, *rest]]]], dtype=dtype)
@@ -124,7 +124,7 @@ def test_kernels_stay_within_rounding(kernel: Kernel, dtype: torch.dtype, size: 
 @pytest.mark.usefixtures("cuda_kernels")
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("tokens", [1, 5, 70])
-def test_the_last_tokens_attend_to_all_before_them(dtype: torch.dtype, tokens: int) -> None:
+def test_the_last_tokens_attend_to_all_earlier_tokens(dtype: torch.dtype, tokens: int) -> None:
     for group, size in itertools.product((1, 3, 4), (64, 80)):
         query = random(2, group * KV_HEADS, tokens, size, dtype=dtype)
         key = random(2, KV_HEADS, 300, size, seed=1, dtype=dtype)
@@ -140,12 +140,12 @@ def test_the_last_tokens_attend_to_all_before_them(dtype: torch.dtype, tokens: i
 @pytest.mark.usefixtures("cuda_kernels")
 @pytest.mark.parametrize(("kernel", "dtype"), kernels(MASKING))
 @pytest.mark.parametrize("rows", [1, 9, 33])
-def test_masked_keys_are_not_attended_to(kernel: Kernel, dtype: torch.dtype, rows: int) -> None:
+def test_masked_keys_are_ignored(kernel: Kernel, dtype: torch.dtype, rows: int) -> None:
     query = random(2, KV_HEADS, rows, SIZE, dtype=dtype)
     key = random(2, KV_HEADS, 40, SIZE, seed=1, dtype=dtype)
     value = random(2, KV_HEADS, 40, SIZE, seed=2, dtype=dtype)
     mask = torch.ones(2, 1, rows, 40, dtype=torch.bool).tril(40 - rows)
-    mask[1, :, :, :3] = False  # as padding is
+    mask[1, :, :, :3] = False  # padding
     found, expected = (run(query, key, value, 0.25, mask) for run in (kernel, exact))
     of_output, of_lse = bounds(query, key, value, 0.25)
     assert (found.output - expected.output).abs().max() <= of_output
@@ -153,8 +153,8 @@ def test_masked_keys_are_not_attended_to(kernel: Kernel, dtype: torch.dtype, row
 
 
 @pytest.mark.parametrize("spread", [1.0, 1e3])
-def test_large_scores_are_attended_to_exactly(spread: float) -> None:
-    # A spread of 1000 puts scores far beyond what exp can take as it stands.
+def test_large_scores_do_not_overflow(spread: float) -> None:
+    # A spread of 1000 gives scores that overflow exp unless the maximum is subtracted.
     query = random(1, KV_HEADS, 20, SIZE) * spread
     key, value = random(1, KV_HEADS, 600, SIZE, seed=1), random(1, KV_HEADS, 600, SIZE, seed=2)
     expected = exact(query, key, value, 0.25, None)
@@ -174,14 +174,14 @@ def test_query_without_keys_is_zero(kernel: Kernel, dtype: torch.dtype) -> None:
     assert part.output[0, 0, 0].any()
 
 
-def test_values_of_another_size_than_keys_are_attended_to_by_the_plain_backend() -> None:
+def test_values_with_another_head_size_than_keys_use_the_plain_kernel() -> None:
     query, key, value = random(1, 1, 3, 8), random(1, 1, 5, 8, seed=1), random(1, 1, 5, 4, seed=2)
     found = attend(query, key, value, 1.0)
     assert found.output.shape == (1, 1, 3, 4)
     torch.testing.assert_close(found, attend_plain(query, key, value, 1.0, None))
 
 
-def test_parts_merge_to_attention_over_the_whole() -> None:
+def test_merged_parts_equal_attention_over_all_keys() -> None:
     query = random(1, KV_HEADS, 5, SIZE)
     key, value = random(1, KV_HEADS, 60, SIZE, seed=1), random(1, KV_HEADS, 60, SIZE, seed=2)
     whole = exact(query, key, value, 0.25, None)
@@ -192,7 +192,7 @@ def test_parts_merge_to_attention_over_the_whole() -> None:
     assert (merged.lse - whole.lse).abs().max() <= budget(torch.float32, 60)
 
 
-def test_merging_with_parts_that_see_nothing_changes_nothing_and_stays_finite() -> None:
+def test_merging_with_empty_parts_changes_nothing_and_stays_finite() -> None:
     outputs, lses = random(3, 2, 4), torch.tensor([[1.0, -math.inf]] * 3)
     lses[1:] = -math.inf
     merged = merge([Partial(*part) for part in zip(outputs, lses, strict=True)])
@@ -202,9 +202,9 @@ def test_merging_with_parts_that_see_nothing_changes_nothing_and_stays_finite() 
 
 
 @pytest.mark.parametrize("spread", [1.0, 1e3])
-def test_one_softmax_over_several_sets_of_keys_is_attention_over_all_of_them(spread: float) -> None:
-    # Each set sees the query turned its own way: here by a factor, which exact attention puts on
-    # the set's keys. A spread of 1000 puts scores far beyond what exp can take as it stands.
+def test_one_softmax_over_several_key_sets_equals_attention_over_all_keys(spread: float) -> None:
+    # Each set of keys has its own version of the query. Here the versions differ by a factor, which
+    # the reference applies to the keys. A spread of 1000 gives scores that overflow exp.
     lengths, factors = [30, 1, 9], [1.0, -0.5, 2.0]
     query = random(KV_HEADS, 3, SIZE) * spread
     keys = [random(KV_HEADS, n, SIZE, seed=n) for n in lengths]
@@ -219,14 +219,15 @@ def test_one_softmax_over_several_sets_of_keys_is_attention_over_all_of_them(spr
 
 @pytest.mark.usefixtures("cuda_kernels")
 @pytest.mark.parametrize(("kernel", "dtype"), kernels(KERNELS))
-def test_states_may_lie_in_memory_in_any_order(kernel: Kernel, dtype: torch.dtype) -> None:
+def test_states_may_have_any_memory_layout(kernel: Kernel, dtype: torch.dtype) -> None:
     apart = random(1, KV_HEADS, SIZE, 3, dtype=dtype).mT
-    odd = random(KV_HEADS * 41 * (SIZE + 1), seed=1, dtype=dtype)[1:]  # rows at odd addresses
+    odd = random(KV_HEADS * 41 * (SIZE + 1), seed=1, dtype=dtype)[1:]  # unaligned rows
     steps = (1, 40 * (SIZE + 1), SIZE + 1, 1)
     key = odd.as_strided((1, KV_HEADS, 40, SIZE), steps, storage_offset=1)
     value = random(1, KV_HEADS, 40, 2 * SIZE, seed=2, dtype=dtype)[..., ::2]
     one = random(1, KV_HEADS, 1, SIZE, dtype=dtype)
-    lone = one.as_strided(one.shape, (7, SIZE, 3, 1))  # no step along a dimension of length 1
+    # Strides of dimensions of length 1 are arbitrary.
+    lone = one.as_strided(one.shape, (7, SIZE, 3, 1))
     for query in (apart, lone):
         found, expected = kernel(query, key, value, 0.25, None), exact(query, key, value, 0.25)
         of_output, of_lse = bounds(query, key, value, 0.25)
@@ -235,8 +236,8 @@ def test_states_may_lie_in_memory_in_any_order(kernel: Kernel, dtype: torch.dtyp
 
 
 @pytest.mark.parametrize("height", [-200.0, -20.0, 0.0, 20.0, 200.0])
-def test_parts_merge_exactly_however_far_apart_their_scores_are(height: float) -> None:
-    # The scores of the second part exceed those of the first by `height`: one dimension does it.
+def test_parts_with_very_different_scores_merge_exactly(height: float) -> None:
+    # One dimension adds `height` to the scores of the second part.
     query = random(1, KV_HEADS, 4, SIZE)
     query[..., 0] = 1.0
     keys = [random(1, KV_HEADS, n, SIZE, seed=n) for n in (30, 9)]
@@ -248,7 +249,7 @@ def test_parts_merge_exactly_however_far_apart_their_scores_are(height: float) -
     assert error <= budget(torch.float32, 39) * max(1.0, abs(height))
 
 
-def test_no_keys_at_all_are_attended_to_by_no_one() -> None:
+def test_attention_without_keys_is_zero() -> None:
     query, empty = random(1, KV_HEADS, 3, SIZE), random(1, KV_HEADS, 0, SIZE)
     found = attend(query, empty, empty, 0.25)
     assert not found.output.any()
@@ -258,18 +259,18 @@ def test_no_keys_at_all_are_attended_to_by_no_one() -> None:
 def states(
     *shape: int, dtype: torch.dtype = torch.float32, device: str | None = None
 ) -> torch.Tensor:
-    return torch.empty(1, dtype=dtype, device=device).expand(*shape)  # no memory
+    return torch.empty(1, dtype=dtype, device=device).expand(*shape)  # allocates one element
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_fused_kernel_serves_every_type_that_it_supports(dtype: torch.dtype) -> None:
+def test_the_fused_kernel_is_used_for_every_supported_dtype(dtype: torch.dtype) -> None:
     query = states(1, 3, 150, SIZE, dtype=dtype, device="cpu")
     key = states(1, 3, 512, SIZE, dtype=dtype, device="cpu")
     assert kernel_for(query, key, key) is attend_fused
     assert kernel_for(query, key, key, torch.empty(1)) is attend_fused
 
 
-def test_what_fused_kernels_cannot_take_goes_by_the_plain_one() -> None:
+def test_the_plain_kernel_is_used_where_fused_kernels_cannot_run() -> None:
     query, key = states(1, 2, 20, SIZE), states(1, 2, 600, SIZE)
     assert kernel_for(query, key, states(1, 2, 600, 8)) is attend_plain
     assert kernel_for(query, key[:, :, :0], key[:, :, :0]) is attend_plain
@@ -293,7 +294,7 @@ def test_what_fused_kernels_cannot_take_goes_by_the_plain_one() -> None:
         (torch.float16, 64, False, (7, 5), attend_plain),
     ],
 )
-def test_the_kernel_on_cuda_goes_by_type_head_size_mask_and_gpu(
+def test_the_cuda_kernel_depends_on_dtype_head_size_mask_and_gpu(
     monkeypatch: pytest.MonkeyPatch,
     dtype: torch.dtype,
     size: int,

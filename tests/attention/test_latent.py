@@ -1,4 +1,4 @@
-"""Attention to latents against attention to the keys and values that they expand to, in float64."""
+"""Attention to latents compared with float64 attention to the expanded keys and values."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LAYOUTS = {
     "interleaved": RotaryLayout(_FREQUENCIES, "interleaved"),
     "nope": NO_ROTATION,
 }
-# As `test_kernels.budget`, for sums of the products of both maps and of the scores. Twice, because
+# As in `test_kernels.budget`, with the sums of both projections and of the scores. Doubled, because
 # queries are rotated in float32.
 _SUMS = 4 * (STILL + RANK + ROTARY) + math.sqrt(200)
 BUDGET = 2 * _SUMS * torch.finfo(torch.float32).eps
@@ -56,7 +56,7 @@ def maps_of(layer: int) -> LatentMap:
 def by_expanding(
     query: Tensor, context: Context, tail: tuple[Tensor, Tensor], mask: Tensor, layout: RotaryLayout
 ) -> Tensor:
-    """One request's attention in layer 1, to the expanded keys and values of all tokens."""
+    """Attention of one request in layer 1 to the expanded keys and values of all tokens."""
     latent, keys, values = maps_of(1), [], []
     for kv, _, shift in context.blocks:
         rotary, latents = (states.double() for states in kv.states(1))
@@ -73,7 +73,7 @@ def by_expanding(
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("joined", [0, 50], ids=["one by one", "joined"])
 @pytest.mark.parametrize("kv_dtype", ["model", "int8"])
-def test_attention_to_latents_is_attention_to_what_they_expand_to(
+def test_attention_to_latents_equals_attention_to_expanded_states(
     kv_dtype: str, joined: int, layout: RotaryLayout, orders: list[list[int]]
 ) -> None:
     blocks = blocks_of([40, 1, 17, 60])

@@ -1,4 +1,4 @@
-"""Relay attention over int8 blocks, one after the other, and over batches that mix precisions."""
+"""Relay attention over int8 blocks, and over batches that mix precisions."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ LENGTHS = [40, 1, 17, 60]
 
 
 def plain(kv: BlockKV) -> BlockKV:
-    """A block that holds what a quantized one stands for."""
+    """Return the dequantized block."""
     keys, values = zip(*(kv.states(layer) for layer in range(kv.num_layers)), strict=True)
     return replace(kv, keys=keys, values=values, scales=None)
 
 
 def mixed(lengths: list[int]) -> list[BlockKV]:
-    """Every other block quantized, the first one first."""
+    """Return blocks of which every other one, starting with the first, is quantized."""
     return [kv if i % 2 else kv.quantized() for i, kv in enumerate(blocks_of(lengths))]
 
 
@@ -62,13 +62,13 @@ def test_int8_and_float_share_a_batch(tokens: int, joined: int, orders: list[lis
 
 
 @pytest.mark.parametrize("layout", [LAYOUT, *OTHER_LAYOUTS.values()], ids=["half", *OTHER_LAYOUTS])
-def test_a_token_of_an_answer_goes_from_block_to_block(layout: RotaryLayout) -> None:
+def test_a_generated_token_attends_to_each_int8_block(layout: RotaryLayout) -> None:
     blocks = mixed(LENGTHS)
     query = random(1, HEADS, 1, SIZE, seed=7)
     tail = random(1, KV_HEADS, 5, SIZE, seed=8), random(1, KV_HEADS, 5, SIZE, seed=9)
     same = place([plain(kv) for kv in blocks])
     expected = by_moving_the_keys(query[0], same, (tail[0][0], tail[1][0]), None, 0, layout)
-    for joins in (0, 99):  # joined blocks are dequantized already
+    for joins in (0, 99):  # without and with joining, which dequantizes blocks
         found = relay_plan([place(blocks)], [layout], joins).attend(
             0, AttentionInputs(query, *tail, 0.25)
         )
@@ -120,7 +120,7 @@ def test_copied_keys_are_rotated_before_they_are_rounded(layout: RotaryLayout) -
         turned = rotate(turned, *layout.cos_sin(offsets, turned.device), layout)
     assert torch.equal(keys, turned.bfloat16())
     assert torch.equal(values, torch.cat([kv.states(0)[1] for kv in blocks], dim=1))
-    # A block that is not quantized gets the very keys that it gets without the others.
+    # Quantized blocks do not change the keys of an unquantized block.
     lone = Context(place(narrow).blocks[1:2])
     ((expected, _),) = assemble(lone, [layout])
     assert torch.equal(keys[:, 9:10], expected)

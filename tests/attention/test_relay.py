@@ -1,4 +1,4 @@
-"""Relay attention over blocks against attention written out in float64 with moved keys."""
+"""Relay attention over blocks compared with float64 attention to moved keys."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def blocks_of(
 def relay_plan(
     contexts: list[Context], layouts: list[RotaryLayout], joins: int | None = None
 ) -> RelayPlan:
-    """A plan for the device that is tested. Blocks of fewer than ``joins`` tokens are joined."""
+    """Plan for the tested device. Blocks of fewer than ``joins`` tokens are joined."""
     limits = None if joins is None else JoinLimits(joins, joins)
     return RelayPlan(contexts, layouts, torch.get_default_device(), joins=limits)
 
@@ -71,7 +71,7 @@ def by_moving_the_keys(
     layout: RotaryLayout,
     scale: float = 0.25,
 ) -> Tensor:
-    """One request's attention the ordinary way: keys moved and joined, heads repeated, float64."""
+    """Float64 reference attention of one request: keys moved and concatenated, heads repeated."""
     keys = [shift_positions(b.kv.keys[layer].double(), b.shift, layout) for b in context.blocks]
     key = torch.cat([*keys, tail[0].double()], dim=1)
     value = torch.cat([*(b.kv.values[layer] for b in context.blocks), tail[1]], dim=1)
@@ -84,7 +84,7 @@ def by_moving_the_keys(
     return exact(query[None], key, value, scale, seen).output[0]
 
 
-# Rotating in float32 adds one rounding of each product to the scores of the exact attention.
+# Rotating in float32 adds one rounding per product to the scores.
 RELAY_BUDGET = 2 * budget(torch.float32, 200)
 
 
@@ -129,8 +129,8 @@ def test_beams_of_one_request_see_the_same_context() -> None:
         assert (found[beam] - expected).abs().max() <= RELAY_BUDGET
 
 
-def test_a_query_is_turned_against_the_blocks_shift() -> None:
-    # A query at position 10 and a key at local position 2 of a block placed at 5: distance 3.
+def test_a_query_is_rotated_against_the_shift_of_the_block() -> None:
+    # Query at position 10, key at local position 2 of a block that starts at 5: distance 3.
     query, key = random(1, 1, SIZE), random(1, 1, SIZE, seed=1)
     at_ten = rotate(query, *LAYOUT.cos_sin(10, query.device), LAYOUT)
     at_two = rotate(key, *LAYOUT.cos_sin(2, key.device), LAYOUT)
@@ -140,8 +140,8 @@ def test_a_query_is_turned_against_the_blocks_shift() -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, 6])
-def test_joined_blocks_give_what_single_ones_give(tokens: int) -> None:
-    """Joined keys are rotated in float32 and rounded once more, as on the copy path."""
+def test_joined_blocks_give_the_results_of_single_blocks(tokens: int) -> None:
+    """Joined keys are rotated in float32 and rounded once more, as in the copy path."""
     blocks = blocks_of([9, 9, 1, 30, 2])
     contexts = [place([blocks[i] for i in order]) for order in ([0, 1, 2, 3], [0, 1, 4, 2])]
     query = random(2, HEADS, tokens, SIZE, seed=7)
@@ -155,14 +155,14 @@ def test_joined_blocks_give_what_single_ones_give(tokens: int) -> None:
         assert not torch.equal(single, joined)
 
 
-def test_an_answer_joins_small_blocks_and_a_prompt_does_not() -> None:
+def test_decoding_joins_small_blocks_and_prefill_does_not() -> None:
     contexts, device = [place(blocks_of([40, 40]))], torch.get_default_device()
     plan = RelayPlan(contexts, [LAYOUT], device, joins=CPU_JOINS)
     assert [len(segment.blocks) for segment in plan.table(2).segments] == [1, 1]
     assert [len(segment.blocks) for segment in plan.table(1).segments] == [2]
 
 
-def test_an_accelerator_joins_blocks_once_for_prompt_and_answer() -> None:
+def test_an_accelerator_joins_blocks_once_for_prefill_and_decoding() -> None:
     assert ACCELERATOR_JOINS.prefill_tokens > 1000
     plan = RelayPlan([place(blocks_of([40, 40]))], [LAYOUT], torch.device("meta"))
     assert plan.table(2) is plan.table(1)
@@ -171,7 +171,7 @@ def test_an_accelerator_joins_blocks_once_for_prompt_and_answer() -> None:
 
 @pytest.mark.parametrize("layout", [LAYOUT, *OTHER_LAYOUTS.values()], ids=["half", *OTHER_LAYOUTS])
 @pytest.mark.parametrize("joined", [0, 50], ids=["one by one", "joined"])
-def test_answer_token_attends_to_all_blocks_at_once(layout: RotaryLayout, joined: int) -> None:
+def test_a_generated_token_attends_to_all_blocks_at_once(layout: RotaryLayout, joined: int) -> None:
     context = place(blocks_of([40, 1, 17, 60]))
     plan = relay_plan([context], [layout], joined)
     query = random(1, HEADS, 1, SIZE, seed=7)
@@ -188,7 +188,9 @@ def test_answer_token_attends_to_all_blocks_at_once(layout: RotaryLayout, joined
 @pytest.mark.parametrize("layout", [LAYOUT, *OTHER_LAYOUTS.values()], ids=["half", *OTHER_LAYOUTS])
 @pytest.mark.parametrize("spread", [1.0, 1e3])
 @pytest.mark.parametrize("fully_masked", [False, True], ids=["causal", "a row is fully masked"])
-def test_question_sees_blocks(fully_masked: bool, spread: float, layout: RotaryLayout) -> None:
+def test_question_attends_to_blocks(
+    fully_masked: bool, spread: float, layout: RotaryLayout
+) -> None:
     context = place(blocks_of([40, 1, 17, 60]))
     plan = relay_plan([context], [layout])
     query = random(1, HEADS, 6, SIZE, seed=7) * spread
@@ -211,7 +213,7 @@ def test_a_prompt_without_context_attends_to_itself() -> None:
         assert (found - expected).abs().max() <= RELAY_BUDGET
 
 
-def test_one_float32_request_takes_one_softmax(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_float32_request_uses_one_softmax(monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = blocks_of([4, 3])
     half = [replace(kv, keys=(kv.keys[0].half(),), values=(kv.values[0].half(),)) for kv in blocks]
     calls: list[object] = []
@@ -237,7 +239,7 @@ def test_one_float32_request_takes_one_softmax(monkeypatch: pytest.MonkeyPatch) 
     one = [place(blocks)]
     assert takes_one(one) == (torch.get_default_device().type == "cpu")
     assert not takes_one(one, tokens=2)
-    assert not takes_one(one, rows=2)  # two beams
+    assert not takes_one(one, rows=2)  # with two beams
     assert not takes_one(one * 2, rows=2)
     assert not takes_one([place([*blocks, blocks[0]])])
     assert not takes_one([place(half)], dtype=torch.float16)
@@ -265,11 +267,11 @@ def test_one_plan_serves_a_question_and_the_tokens_of_its_answer() -> None:
 @pytest.mark.usefixtures("cuda_kernels")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("size", [64, 80])
-def test_relay_by_the_kernels_for_cuda_equals_moving_keys(
+def test_relay_with_cuda_kernels_equals_moving_keys(
     monkeypatch: pytest.MonkeyPatch, size: int, dtype: torch.dtype
 ) -> None:
-    """A rotated query is rounded once to its dtype, which moves a score by half a step of it times
-    the norms of query and key. An output is rounded twice: by its kernel and at the end."""
+    """Rounding the rotated query to its dtype changes a score by up to half a step times the norms
+    of query and key. The output is rounded twice: by the kernel and at the end."""
     monkeypatch.setattr(relay, "attend", _attend_as_on_cuda)
     layout = RotaryLayout(10_000.0 ** (-torch.arange(0, size, 2) / size), "half")
     scale = size**-0.5

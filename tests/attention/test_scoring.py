@@ -1,4 +1,4 @@
-"""Relay attention with sliding windows, soft caps and sinks, against attention written out."""
+"""Relay attention with sliding windows, soft caps and sinks, compared with a reference."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def written_out(
     cap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """One request's attention with moved keys, token by token."""
+    """Reference attention of one request, with moved keys, token by token."""
     keys = [shift_positions(b.kv.keys[0].double(), b.shift, LAYOUT) for b in context.blocks]
     key = torch.cat([*keys, tail[0].double()], dim=1).repeat_interleave(GROUPS, 0)
     value = torch.cat([*(b.kv.values[0] for b in context.blocks), tail[1]], dim=1).double()
     value = value.repeat_interleave(GROUPS, 0)
     outputs = []
     for row in range(query.shape[1]):
-        end = key.shape[1] - query.shape[1] + row + 1  # behind the last key that the query sees
+        end = key.shape[1] - query.shape[1] + row + 1  # end of the visible keys
         first = 0 if window is None else max(0, end - window)
         scores = (query[:, row, None].double() @ key[:, first:end].mT)[:, 0] * SCALE
         if cap is not None:
@@ -61,7 +61,7 @@ def error_of(
     tail_tokens: int = 8,
     positions: Positions = "reordered",
 ) -> float:
-    """Largest error over all requests and query tokens."""
+    """Maximum error over all requests and query tokens."""
     blocks = blocks_of(LENGTHS, layers=1)
     contexts = [place([blocks[i] for i in order], positions) for order in orders]
     plan = RelayPlan(
@@ -97,14 +97,15 @@ def error_of(
 @pytest.mark.parametrize("tokens", [1, 6])
 @pytest.mark.parametrize("joins", [0, 50], ids=["one by one", "joined"])
 def test_windows_are_exact_to_a_token(joins: int, tokens: int, orders: list[list[int]]) -> None:
-    ends = [8, 60, 77, 78, 118]  # tail, and the blocks of the first order from its end
+    # Ends of the tail and of the blocks in the first order, counted from its end.
+    ends = [8, 60, 77, 78, 118]
     edges = {edge + off for edge in ends for off in (-3, 0, 1)}
     for window in sorted({1, 2, *edges, 500}):
         error = error_of(orders, tokens, window=window, joins=joins)
         assert error <= 3 * RELAY_BUDGET, window
 
 
-def test_windows_count_places_and_not_positions_of_keys() -> None:
+def test_windows_count_tokens_and_not_key_positions() -> None:
     for window in (9, 61, 70):
         error = error_of([[0, 1, 2, 3], [2, 2]], 6, window=window, joins=50, positions="composite")
         assert error <= 3 * RELAY_BUDGET
@@ -119,7 +120,7 @@ def test_blocks_outside_the_window_are_not_read() -> None:
         segments = plan.table(6, window).segments
         return [[block.kv.num_tokens for block in segment.blocks] for segment in segments]
 
-    # The first query sees itself and the window - 1 tokens before it.
+    # The first query attends to itself and to the `window - 1` tokens before it.
     assert read(1) == []
     assert read(2) == read(61) == [[60]]
     assert read(62) == read(78) == [[60], [17]]
@@ -142,7 +143,7 @@ def test_a_long_tail_hides_blocks(tokens: int, orders: list[list[int]]) -> None:
 def test_blocks_that_a_long_tail_hides_are_not_read(
     tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Segment, "states", None)  # would raise
+    monkeypatch.setattr(Segment, "states", None)  # raises if called
     assert error_of([[0, 1, 2, 3]], tokens, window=39, tail_tokens=45) <= 3 * RELAY_BUDGET
     with pytest.raises(TypeError):
         error_of([[0, 1, 2, 3]], tokens, window=46, tail_tokens=45)
@@ -162,7 +163,7 @@ def test_caps_and_sinks_are_exact(window: int | None, tokens: int, orders: list[
 def test_a_capped_score_is_a_hyperbolic_tangent() -> None:
     query, key, value = random(1, 1, 4, SIZE), random(1, 1, 9, SIZE, seed=1), random(1, 1, 9, SIZE)
     scores = 2 * torch.tanh(query @ key.mT / 2)
-    # Attention to the identity's columns takes scores as they are.
+    # With the identity as keys, the queries themselves are the scores.
     expected = exact(scores, torch.eye(9)[None, None], value, 1.0)
     found = attend_plain(query, key, value, 1.0, cap=2.0)
     assert (found.output - expected.output).abs().max() <= budget(torch.float32, 9)
@@ -189,7 +190,7 @@ def test_the_plain_kernel_bounds_the_scores_in_memory(
     torch.testing.assert_close(found, expected)
 
 
-def test_a_sink_takes_a_share_of_the_weight() -> None:
+def test_a_sink_receives_part_of_the_weight() -> None:
     # One key with score 0, and a sink with score ln 3: weights 1/4 and 3/4.
     key, value = torch.zeros(1, 1, SIZE), torch.ones(1, 1, SIZE)
     sinks = torch.tensor([[math.log(3)]])

@@ -1,4 +1,4 @@
-"""Which blocks are joined to segments."""
+"""Joining of blocks into segments."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tests.attention.test_relay import blocks_of
 
 
 def small_segments(contexts: list[Context], tokens: int) -> list[list[int]]:
-    """Token counts of the blocks of each segment."""
+    """Return the token counts of the blocks in each segment."""
     return [
         [block.kv.num_tokens for block in segment.blocks]
         for segment in segments_of(contexts, tokens)
@@ -21,7 +21,7 @@ def test_blocks_under_the_limit_are_joined_until_they_reach_it() -> None:
     assert small_segments([context], 1) == [[n] for n in (3, 20, 4, 5, 2, 6, 1)]
 
 
-def test_only_blocks_that_all_readers_see_alike_are_joined() -> None:
+def test_only_blocks_with_the_same_position_for_all_readers_are_joined() -> None:
     a, b, c = blocks_of([3, 4, 5])
     shared, same_start = place([a, b, c]), place([a, b])
     assert small_segments([shared, same_start], 100) == [[3, 4], [5]]

@@ -1,4 +1,4 @@
-"""``check_model`` names the kinds of layers, and finds mistakes in each of them."""
+"""``check_model`` reports the kinds of layers, and detects errors in each kind."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_latent_attention_takes_a_fraction_of_the_bytes_of_its_heads() -> None:
     assert model.bytes_per_token < 3 * 4 * heads / 4
 
 
-def test_kinds_know_what_they_store() -> None:
+def test_kinds_report_what_they_store() -> None:
     every = [LayerKind(), LayerKind("windowed", 8), LayerKind("latent"), LayerKind("shared")]
     every += [LayerKind("none", has_state=True), LayerKind("full", has_state=True)]
     assert storing(every) == [0, 1, 2, 5]
@@ -58,13 +58,13 @@ def test_a_wrong_start_state_fails(kind: str, monkeypatch: pytest.MonkeyPatch) -
     assert {"one block = full attention", "assembled = oracle"} <= found
 
 
-def test_a_start_state_that_is_forgotten_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_start_state_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HeadStates, "start", lambda *_: None)
     assert "assembled = oracle" in failed(new_model("state"))
 
 
 def test_a_state_of_the_last_passage_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which is another definition of block mode."""
+    """Starting from the state of the last passage would be another definition of block mode."""
     model, right = new_model("state"), BlockModel.cache_for
 
     def last(own: BlockModel, *contexts: Any, **options: Any) -> Any:
@@ -81,7 +81,7 @@ def test_a_state_of_the_last_passage_fails(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("fault", ["pairing", "frequencies", "none"])
-def test_a_wrong_rotation_of_the_latents_key_fails(fault: str) -> None:
+def test_a_wrong_rotation_of_the_latent_key_fails(fault: str) -> None:
     model = new_model("latent")
     right = model.profile.layouts[0]
     other: Pairing = "half" if right.pairing == "interleaved" else "interleaved"
@@ -96,7 +96,7 @@ def test_a_wrong_rotation_of_the_latents_key_fails(fault: str) -> None:
     assert "one block = full attention" not in found
 
 
-def test_a_rotation_of_the_latent_itself_fails() -> None:
+def test_rotating_the_latent_itself_fails() -> None:
     model = new_model("latent")
     vars(model)["supports_relay"] = False
     plain = tuple(replace(kind, attention="full") for kind in model.profile.kinds)
@@ -136,7 +136,7 @@ def test_segments_of_a_prompt() -> None:
     assert (at.tolist(), keeps.tolist()) == ([0, 1], [True, True])
 
 
-def test_state_layers_are_found_by_what_they_do() -> None:
+def test_state_layers_are_detected_by_their_behavior() -> None:
     assert not state_mixers(shared_tiny_llama())
     for kind, count in (("state", 3), ("state of convolutions", 1), ("attention and state", 2)):
         assert len(state_mixers(model_of_kinds(kind).hf_model)) == count

@@ -1,4 +1,4 @@
-"""``check_model`` passes what is right and finds what is wrong."""
+"""``check_model`` accepts correct models and rejects incorrect ones."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def failed(report: CheckReport) -> set[str]:
     return {row.name for row in report.rows if not row.passed}
 
 
-def test_a_good_model_passes_every_check(model: BlockModel) -> None:
+def test_a_supported_model_passes_every_check(model: BlockModel) -> None:
     report = check_model(model)
     assert report.passed
     assert not failed(report)
@@ -41,7 +41,7 @@ def test_a_good_model_passes_every_check(model: BlockModel) -> None:
         assert row.value <= row.budget
 
 
-def test_sixteen_bit_models_are_judged_by_their_own_rounding() -> None:
+def test_tolerances_of_sixteen_bit_models_follow_their_rounding() -> None:
     model = BlockModel(copy.deepcopy(shared_tiny_llama()).bfloat16(), tiny_tokenizer())
     report = check_model(model)
     assert report.passed
@@ -51,7 +51,7 @@ def test_sixteen_bit_models_are_judged_by_their_own_rounding() -> None:
 
 
 @pytest.mark.parametrize("fault", ["pairing", "frequencies", "none"])
-def test_a_wrong_layout_fails_wherever_a_block_was_moved(model: BlockModel, fault: str) -> None:
+def test_a_wrong_layout_fails_for_every_moved_block(model: BlockModel, fault: str) -> None:
     right = model.profile.layouts[0]
     wrong = {
         "pairing": RotaryLayout(right.frequencies, "interleaved"),

@@ -1,4 +1,4 @@
-"""The oracle against itself where its meaning is plain, and against models run by hand."""
+"""The oracle in cases with known results, and compared with a direct evaluation of the model."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ def model() -> BlockModel:
     return BlockModel(tiny_model("llama"), tiny_tokenizer())
 
 
-def test_an_adapter_of_zeros_is_none(model: BlockModel) -> None:
+def test_an_adapter_of_zeros_has_no_effect(model: BlockModel) -> None:
     adapter, layouts = correction_of(model, size=0), model.profile.layouts
     expected = oracle_logits(model.hf_model, PROMPT)
     found = oracle_logits(model.hf_model, PROMPT, adapter=adapter, layouts=layouts)
     assert relative_error(found, expected) <= LOGITS[torch.float32]
-    assert not torch.equal(found, expected)  # by another way
+    assert not torch.equal(found, expected)  # computed in a different way
 
 
-def test_an_adapter_changes_what_the_final_block_sees_of_passages_alone(model: BlockModel) -> None:
+def test_an_adapter_only_affects_attention_to_passages(model: BlockModel) -> None:
     adapter, layouts = correction_of(model), model.profile.layouts
     found = oracle_logits(model.hf_model, PROMPT, adapter=adapter, layouts=layouts)
     assert relative_error(found, oracle_logits(model.hf_model, PROMPT)) > 1e-2
@@ -41,7 +41,7 @@ def test_an_adapter_changes_what_the_final_block_sees_of_passages_alone(model: B
         assert relative_error(found, plain) <= LOGITS[torch.float32]
 
 
-def test_the_models_attention_is_what_it_was_afterwards(model: BlockModel) -> None:
+def test_the_attention_of_the_model_is_restored(model: BlockModel) -> None:
     before = model.config._attn_implementation
     expected = oracle_logits(model.hf_model, PROMPT)
     adapter, layouts = correction_of(model), model.profile.layouts
@@ -51,7 +51,7 @@ def test_the_models_attention_is_what_it_was_afterwards(model: BlockModel) -> No
 
 
 def test_composite_positions_start_each_block_at_0() -> None:
-    """A block that holds the tokens of another then has its keys, but for their order."""
+    """With composite positions, the order of passages does not change their keys."""
     model = tiny_model("llama")
     one, other = ([FIRST, *blocks, FINAL] for blocks in ([ONE, OTHER], [OTHER, ONE]))
     found = oracle_logits(model, one, positions="composite")
@@ -72,7 +72,7 @@ def test_greedy_tokens_are_those_of_the_recipes_logits(model: BlockModel) -> Non
     assert oracle.logits(found)[:-1].argmax(-1).tolist() == found
 
 
-def test_a_plain_recipe_is_block_mode_as_it_is(model: BlockModel) -> None:
+def test_the_default_recipe_is_plain_block_mode(model: BlockModel) -> None:
     prompt = BlockPrompt.from_texts(["first", "Halden is tall.", "How tall?"])
     ids = model.tokenizer.prompt_ids(prompt)
     expected = oracle_generate(model.hf_model, [*ids.context, ids.final], 4)

@@ -1,4 +1,4 @@
-"""``check_server``: one question in both modes, and what counts as wrong."""
+"""``check_server`` asks one question in both modes and detects wrong answers."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def failed(report: ServerReport) -> list[str]:
 
 
 @pytest.mark.parametrize("recipe", [Recipe(), Recipe("head:4", promote=1)])
-def test_a_right_server_passes(recipe: Recipe) -> None:
+def test_a_correct_server_passes(recipe: Recipe) -> None:
     with FakeServer(tuned_model(), recipe=recipe).listening() as server:
         report = checked(server)
         keys = {*server.engine.store.keys()}
@@ -75,12 +75,12 @@ def test_a_server_that_does_not_reuse_passages_fails(
     assert failed(checked(server)) == names
 
 
-def test_a_server_that_answers_full_mode_from_blocks_fails(server: FakeServer) -> None:
+def test_a_server_that_reuses_blocks_in_full_mode_fails(server: FakeServer) -> None:
     server.report = {"mode": "block"}
     assert failed(checked(server)) == [ROWS[0]]
 
 
-def test_other_answers_to_the_same_prompt_fail(
+def test_differing_answers_to_the_same_prompt_fail(
     server: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     generation = server.generation
@@ -111,7 +111,7 @@ def test_a_writable_server_that_stores_nothing_fails(
     assert failed(checked(server)) == ["passages are not stored"]
 
 
-def test_failures_of_the_server_are_raised(server: FakeServer) -> None:
+def test_server_errors_are_raised(server: FakeServer) -> None:
     server.faults.append(RefusalError(404, "no"))
     with pytest.raises(ServingError, match="this package's connector and endpoint"):
         checked(server)

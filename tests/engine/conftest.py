@@ -1,4 +1,4 @@
-"""A tiny model, known to be block-fine-tuned, and what is made over it."""
+"""A tiny model marked as block-fine-tuned, with an engine, a store and a fetcher."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def fetcher(model: BlockModel, store: FaultyStore) -> BlockFetcher:
 
 @pytest.fixture
 def batch_sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Rows of each batch of several that a model generates from now on."""
+    """Record the sizes of all batches of more than one request."""
     sizes: list[int] = []
     generate_batch = BlockModel.generate_batch
 

@@ -1,4 +1,4 @@
-"""A store that fails on demand, and ingestion and look-ups in the caller's thread."""
+"""A store that fails on demand, and functions that ingest and look up in the caller's thread."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from blockattn_rag.store import MemoryStore
 
 
 class FaultyStore(MemoryStore):
-    """A store in memory that fails on demand."""
+    """In-memory store that fails on demand."""
 
     def __init__(self) -> None:
         super().__init__(1 << 26)
@@ -38,10 +38,10 @@ class FaultyStore(MemoryStore):
 
 
 def ingest(fetcher: BlockFetcher, blocks: Sequence[Block], **options: Any) -> EncodeStats:
-    """``precompute``, run on the model by the thread that calls."""
+    """Run ``precompute`` in the calling thread."""
     return precompute(fetcher, blocks, run=lambda work: work(), **options)
 
 
 def fetch(fetcher: BlockFetcher, context: Sequence[Block], **options: Any) -> Fetched:
-    """The blocks of a prompt's context."""
+    """Look up the blocks of the context of a prompt."""
     return fetcher.fetch(fetcher.specs(context, as_prompt=True, **options))

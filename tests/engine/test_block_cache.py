@@ -1,4 +1,4 @@
-"""BlockCache: cached blocks are not read again, and their uses are reported to the store."""
+"""BlockCache keeps blocks in memory and reports their uses to the store."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KEY = KV.key
 
 
 class Recorded(DirectoryStore):
-    """Records calls."""
+    """Store that records its calls."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -65,7 +65,7 @@ def test_read_only_cache_leaves_a_memory_store_unchanged() -> None:
     assert KEY not in memory
 
 
-def test_put_stores_and_keep_does_not(cache: BlockCache, store: Recorded) -> None:
+def test_put_writes_to_the_store_and_keep_does_not(cache: BlockCache, store: Recorded) -> None:
     cache.put(KEY, KV)
     cache.keep(OTHER.key, OTHER)
     assert cache.get_many([KEY, OTHER.key]) == [KV, OTHER]
@@ -115,7 +115,7 @@ def test_failed_report_is_logged_and_pauses_reports_for_a_minute(
     assert touched == [KEY, OTHER.key]
 
 
-def test_failure_that_the_store_has_logged_is_not_logged_again(
+def test_failures_logged_by_the_store_are_not_logged_again(
     cache: BlockCache,
     store: Recorded,
     monkeypatch: pytest.MonkeyPatch,
@@ -136,7 +136,7 @@ def test_uses_are_not_reported_to_object_stores(
     obstore = pytest.importorskip("obstore.store")
     bucket = ObjectStore("memory://kv", backend=obstore.MemoryStore())
     near = Recorded(tmp_path / "near")
-    monkeypatch.setattr(ObjectStore, "touch", lambda *_: pytest.fail("the bucket was asked"))
+    monkeypatch.setattr(ObjectStore, "touch", lambda *_: pytest.fail("The bucket was accessed"))
     for store in (bucket, TieredStore(near, bucket)):
         cache = BlockCache(store, 1 << 20)
         cache.keep(KEY, KV)
@@ -155,7 +155,7 @@ def test_foreign_entry_is_returned_and_not_cached(
 
 
 class Batched(Recorded):
-    """Records the keys of each call."""
+    """Store that records the keys of each batched read."""
 
     def get_many(self, keys: Sequence[str]) -> list[ReadResult]:
         self.asked.append(" ".join(keys))

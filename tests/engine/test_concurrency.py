@@ -1,4 +1,4 @@
-"""Many threads and event loops at once: known answers, one model thread, none left behind."""
+"""Many concurrent threads and event loops: correct answers, one model thread, no leaked threads."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ROUNDS = 6
 
 @pytest.fixture
 def engines() -> list[BlockAttentionEngine]:
-    """Two engines over one model."""
+    """Two engines that share a model."""
     model = tuned_model()
     return [BlockAttentionEngine(model), BlockAttentionEngine(model)]
 
@@ -37,7 +37,7 @@ def prompt(chance: random.Random) -> list[str]:
 
 
 class Work:
-    """What the threads do: each way asks a prompt and compares with the oracle's answer."""
+    """The work of the threads: ask in different ways and compare with the oracle's answers."""
 
     def __init__(self, engines: list[BlockAttentionEngine]) -> None:
         self._engines = engines
@@ -106,7 +106,7 @@ class Work:
         self.done["cancelled task"] += 1
 
 
-def test_sixteen_threads_get_known_answers_and_leave_no_thread_behind(
+def test_sixteen_threads_get_correct_answers_and_leak_no_threads(
     engines: list[BlockAttentionEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scheduling, "_IDLE_S", 0.01)
@@ -134,7 +134,7 @@ def test_sixteen_threads_get_known_answers_and_leave_no_thread_behind(
         thread.join(2 * LONGEST_S)
     assert not failures
     assert not work.wrong
-    each = THREADS  # every thread goes through all ways once
+    each = THREADS  # every thread does each kind of work once
     assert work.done == {
         "generate": each, "stream": each, "left stream": each, "batch": 4 * each, "encode": each,
         "task": each, "cancelled task": each,

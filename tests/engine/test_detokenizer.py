@@ -1,4 +1,4 @@
-"""Tokens become text: whole characters, no stop string, and pieces that add up."""
+"""Detokenization: complete characters, no stop strings, and pieces that add up to the text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from blockattn_rag.engine.detokenizer import Detokenizer
 from tests.models import tiny_tokenizer
 
-TOKENIZER: Any = tiny_tokenizer()  # one token a byte
+TOKENIZER: Any = tiny_tokenizer()  # one token per byte
 END = 257
 
 
@@ -31,20 +31,20 @@ def test_pieces_add_up_to_the_text(text: str) -> None:
 
 
 @given(st.lists(st.integers(0, 263), max_size=30))
-def test_pieces_of_any_tokens_add_up_to_what_the_tokenizer_makes_of_them(ids: list[int]) -> None:
+def test_pieces_of_any_tokens_add_up_to_the_decoded_text(ids: list[int]) -> None:
     answer, parts = pieces(ids)
     assert "".join(parts) == answer.text
-    # Bytes that are no character, cut by a control token, may be grouped in another way.
+    # Invalid bytes around a control token may be grouped differently.
     expected = TOKENIZER.decode(ids, skip_special_tokens=True)
     assert answer.text.replace("\ufffd", "") == expected.replace("\ufffd", "")
 
 
-def test_a_character_of_several_tokens_comes_when_it_is_whole() -> None:
+def test_a_character_of_several_tokens_is_returned_when_complete() -> None:
     _, parts = pieces(ids_of("aé🙂"))
     assert parts == ["a", "", "é", "", "", "", "🙂", ""]
 
 
-def test_a_character_that_never_becomes_whole_comes_at_the_end() -> None:
+def test_an_incomplete_character_is_returned_at_the_end() -> None:
     _, parts = pieces(ids_of("é")[:1])
     assert parts == ["", "\ufffd"]
 
@@ -56,7 +56,7 @@ def test_control_tokens_are_not_part_of_the_text() -> None:
 
 @given(st.text("ab\n", max_size=20), st.lists(st.text("ab\n", min_size=1, max_size=4), max_size=3))
 def test_the_text_ends_before_the_first_stop_string(text: str, stops: list[str]) -> None:
-    # A stop string counts when its last character comes; of those the one that starts first.
+    # A stop string matches at its last character; of several, the one that starts first counts.
     ends = [at + len(stop) for stop in stops if (at := text.find(stop)) >= 0]
     seen = text[: min(ends)] if ends else text
     expected = seen[: min((at for s in stops if (at := seen.find(s)) >= 0), default=len(seen))]
@@ -65,13 +65,13 @@ def test_the_text_ends_before_the_first_stop_string(text: str, stops: list[str])
     assert answer.stopped == bool(ends)
 
 
-def test_what_may_become_a_stop_string_is_held_back_and_given_when_it_did_not() -> None:
+def test_a_possible_stop_string_is_held_back_until_it_cannot_match() -> None:
     answer, parts = pieces(ids_of("a\n\nb\nc"), "\n\n\n")
     assert parts[:4] == ["a", "", "", "\n\nb"]
     assert answer.text == "a\n\nb\nc"
 
 
-def test_nothing_comes_after_a_stop_string() -> None:
+def test_nothing_is_returned_after_a_stop_string() -> None:
     answer, parts = pieces(ids_of("yesSTOPno"), "STOP")
     assert answer.text == "".join(parts) == "yes"
     assert answer.stopped

@@ -1,4 +1,4 @@
-"""The engine: reuse that changes no answer, figures that add up, streams that let go."""
+"""The engine: exact reuse, statistics, batches, and streams."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def oracle(
 
 
 def contents(engine: BlockAttentionEngine) -> dict[str, str]:
-    """What the store holds, hashed."""
+    """Hashes of the entries in the store, by key."""
 
     def digest(kv: BlockKV | None) -> str:
         assert kv is not None
@@ -57,11 +57,11 @@ def contents(engine: BlockAttentionEngine) -> dict[str, str]:
     return {key: digest(engine.store.get(key)) for key in list(engine.store.keys())}
 
 
-def test_figures_tell_what_was_reused_and_what_was_computed(model: BlockModel) -> None:
+def test_statistics_count_reused_and_computed_blocks_and_tokens(model: BlockModel) -> None:
     engine = BlockAttentionEngine(model, resident_bytes=0)  # no tails
     prompt = ["first", A, B, A, Q]
     cold = engine.generate(prompt, max_new_tokens=NEW).stats
-    # "first" holds BOS; the second A comes from the first.
+    # "first" includes BOS; the second A reuses the first one.
     context = len("first") + 1 + 2 * len(A) + len(B)
     assert (cold.hits, cold.misses) == (1, 3)
     assert (cold.reused_tokens, cold.computed_tokens) == (len(A), context - len(A) + len(Q))
@@ -75,17 +75,17 @@ def test_figures_tell_what_was_reused_and_what_was_computed(model: BlockModel) -
     assert full.computed_tokens == context + len(Q)
 
 
-def test_encoding_before_makes_hits(engine: BlockAttentionEngine) -> None:
+def test_encoded_passages_are_hits(engine: BlockAttentionEngine) -> None:
     handles = engine.encode([A, B, A])
     assert handles == [Block(A).handle, Block(B).handle, Block(A).handle]
     assert engine.contains(Block(A))
-    assert not engine.contains(Block(A), first=True)  # BOS
+    assert not engine.contains(Block(A), first=True)  # would need BOS
     stats = engine.generate(["first", B, A, Q], max_new_tokens=1).stats
     assert (stats.hits, stats.misses) == (2, 1)
     assert engine.precompute([Block(A), Block(B)]).computed == 0
 
 
-def test_encode_takes_a_list_and_no_empty_text(engine: BlockAttentionEngine) -> None:
+def test_encode_refuses_single_strings_and_empty_texts(engine: BlockAttentionEngine) -> None:
     with pytest.raises(TypeError, match=r"pass \[text\]"):
         engine.encode("one text")
     with pytest.raises(ValueError, match="empty"):
@@ -93,7 +93,7 @@ def test_encode_takes_a_list_and_no_empty_text(engine: BlockAttentionEngine) -> 
     assert engine.encode([]) == []
 
 
-def test_on_miss_error_answers_from_the_store_or_not_at_all(engine: BlockAttentionEngine) -> None:
+def test_on_miss_error_only_answers_from_stored_blocks(engine: BlockAttentionEngine) -> None:
     strict = with_settings(engine, on_miss="error")
     with pytest.raises(MissError, match="2 of 2 blocks"):
         strict.generate([A, B, Q], max_new_tokens=1)
@@ -102,7 +102,7 @@ def test_on_miss_error_answers_from_the_store_or_not_at_all(engine: BlockAttenti
     assert answer.token_ids == oracle(engine.model, [A, B, Q])
 
 
-def test_positions_override_the_recipes(model: BlockModel) -> None:
+def test_positions_override_those_of_the_recipe(model: BlockModel) -> None:
     engine = BlockAttentionEngine(model, positions="composite", assembly="copy")
     composite = engine.generate([A, B, Q], max_new_tokens=NEW).token_ids
     plain = BlockAttentionEngine(model).generate([A, B, Q], max_new_tokens=NEW).token_ids
@@ -121,7 +121,7 @@ def test_unknown_settings_are_refused(engine: BlockAttentionEngine) -> None:
         engine.stream([A, Q], mode=mode)
 
 
-def test_blocks_after_another_sink_are_other_blocks(model: BlockModel) -> None:
+def test_blocks_encoded_after_different_sinks_are_different_entries(model: BlockModel) -> None:
     engine = BlockAttentionEngine(model, MemoryStore(1 << 28), recipe="head:4")
     plain = BlockAttentionEngine(model, engine.store)
     handles = plain.encode([A, B])
@@ -144,15 +144,15 @@ def test_blocks_after_another_sink_are_other_blocks(model: BlockModel) -> None:
         BlockAttentionEngine(model, recipe="tail:1")
 
 
-def test_a_block_that_is_too_long_by_its_sink_says_so(small: BlockAttentionEngine) -> None:
+def test_a_block_that_only_fits_without_its_sink_is_refused(small: BlockAttentionEngine) -> None:
     room = small.model.max_context_tokens
     with pytest.raises(ContextOverflowError, match=r"A block has \d+ tokens after a sink of 4 tok"):
         small.encode(["x" * (room - 3)], recipe="head:4")
 
 
-def test_relay_is_refused_by_a_model_that_cannot(engine: BlockAttentionEngine) -> None:
+def test_relay_is_refused_by_models_that_do_not_support_it(engine: BlockAttentionEngine) -> None:
     hf_model = new_model("windows").hf_model
-    hf_model.register_parameter("sinks", nn.Parameter(torch.zeros(4)))  # no layer has them
+    hf_model.register_parameter("sinks", nn.Parameter(torch.zeros(4)))  # in no layer
     other = BlockAttentionEngine(BlockModel(hf_model, tiny_tokenizer(), pack_weights=False))
     with pytest.raises(UnsupportedModelError, match="cannot use assembly='relay'"):
         with_settings(other, assembly="relay")
@@ -172,7 +172,7 @@ def test_an_empty_final_text_makes_the_last_block_final(engine: BlockAttentionEn
     assert only.token_ids == oracle(engine.model, [A])
 
 
-def test_empty_texts_before_the_final_one_are_left_out(engine: BlockAttentionEngine) -> None:
+def test_empty_texts_before_the_final_one_are_dropped(engine: BlockAttentionEngine) -> None:
     answer = engine.generate(["", A, "", Q], max_new_tokens=NEW)
     assert answer.token_ids == oracle(engine.model, [A, Q])
     with pytest.raises(ValueError, match="The prompt is empty"):
@@ -213,7 +213,7 @@ def small() -> BlockAttentionEngine:
 
 @pytest.mark.parametrize("mode", ["block", "full"])
 def test_window_caps_new_tokens(small: BlockAttentionEngine, mode: Any) -> None:
-    # 1 of BOS.
+    # 40 + 20 + BOS leave 3 tokens of the window of 64.
     answer = small.generate(["x" * 40, "y" * 20], mode=mode, max_new_tokens=50)
     assert len(answer.token_ids) == 3
     assert answer.finish_reason == "length"
@@ -224,25 +224,27 @@ def test_window_caps_new_tokens(small: BlockAttentionEngine, mode: Any) -> None:
     with pytest.raises(ContextOverflowError):
         small.generate_batch([["x", "y"], ["x" * 40, "y" * 23]], mode=mode, max_new_tokens=1)
     other = threading.Thread(target=lambda: small.generate(["x"], max_new_tokens=1), daemon=True)
-    other.start()  # in this thread the lock could be had twice
+    other.start()  # another thread, because the lock is reentrant
     other.join(LONGEST_S)
     assert not other.is_alive()
 
 
-def test_rows_of_a_batch_near_the_window_are_as_long_as_alone(small: BlockAttentionEngine) -> None:
+def test_window_limits_apply_to_each_row_of_a_batch(small: BlockAttentionEngine) -> None:
     prompts = [["x" * 40, "y" * 20], ["x", "y"]]
     answers = small.generate_batch(prompts, max_new_tokens=8)
     assert [len(answer.token_ids) for answer in answers] == [3, 8]
 
 
-def test_a_block_longer_than_the_window_says_what_to_do(small: BlockAttentionEngine) -> None:
+def test_the_error_for_too_long_blocks_gives_advice(small: BlockAttentionEngine) -> None:
     with pytest.raises(ContextOverflowError, match="split the passage"):
         small.encode(["x" * 70])
     with pytest.raises(ContextOverflowError, match="fewer or shorter passages"):
         small.generate(["x" * 70, "y"])
 
 
-def test_too_long_stores_none(small: BlockAttentionEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_that_is_too_long_stores_nothing(
+    small: BlockAttentionEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = set(small.store.keys())
     monkeypatch.setattr(small.model, "encode", lambda *_, **__: pytest.fail("computed"))
     with pytest.raises(ContextOverflowError):
@@ -253,7 +255,7 @@ def test_too_long_stores_none(small: BlockAttentionEngine, monkeypatch: pytest.M
 # -- batches ---------------------------------------------------------------------------------------
 
 
-def test_every_row_of_a_batch_has_its_own_figures(engine: BlockAttentionEngine) -> None:
+def test_every_row_of_a_batch_has_its_own_statistics(engine: BlockAttentionEngine) -> None:
     prompts = [["first", A, Q], [Q], ["first", A, B, Q]]
     answers = engine.generate_batch(prompts, max_new_tokens=NEW, batch_size=2)
     assert [(a.stats.hits, a.stats.misses) for a in answers] == [(0, 2), (0, 0), (2, 1)]
@@ -271,16 +273,18 @@ def test_batch_size_must_be_positive(engine: BlockAttentionEngine, size: Any) ->
 def asked_together(
     engine: BlockAttentionEngine, prompts: Sequence[list[str]], options: dict[str, Any]
 ) -> list[PendingRequest]:
-    """Requests that are in one batch, whatever the model does now."""
+    """Submit requests that form one batch even if the model is idle."""
     group = Group(None, calls=len(prompts), at_once=len(prompts))
     return [engine.submit(prompt, group=group, **options) for prompt in prompts]
 
 
-def test_abandoned_batch_ends_after_its_step(engine: BlockAttentionEngine, held: Held) -> None:
+def test_an_abandoned_batch_ends_after_the_current_step(
+    engine: BlockAttentionEngine, held: Held
+) -> None:
     pending = asked_together(engine, [["a", "b"], ["c", "d"]], {"max_new_tokens": 3500})
     held.wait_for_token()
     pending[0].leave()
-    held.let_go(1)  # one still waits
+    held.let_go(1)  # one request remains
     while held.tokens < 2:
         time.sleep(0.001)
     pending[1].leave()
@@ -294,7 +298,7 @@ def test_a_waiting_request_does_not_need_its_engine(
     engine: BlockAttentionEngine, held: Held
 ) -> None:
     first = engine.submit([A, Q], max_new_tokens=NEW)
-    held.wait_for_token()  # the queue waits from here on
+    held.wait_for_token()  # the model is paused, so new requests have to wait
     other = BlockAttentionEngine(engine.model)
     waiting, reference = other.submit([B, Q], max_new_tokens=NEW), weakref.ref(other)
     del other
@@ -305,9 +309,11 @@ def test_a_waiting_request_does_not_need_its_engine(
     assert first.result(LONGEST_S).token_ids == oracle(engine.model, [A, Q])
 
 
-def test_a_batch_that_all_have_left_is_not_begun(engine: BlockAttentionEngine, held: Held) -> None:
+def test_a_batch_without_waiting_callers_is_not_started(
+    engine: BlockAttentionEngine, held: Held
+) -> None:
     first = engine.submit([A, Q], max_new_tokens=NEW)
-    held.wait_for_token()  # and stands: who comes now has to wait
+    held.wait_for_token()  # the model is paused, so new requests have to wait
     for pending in asked_together(engine, [["a", "b"], ["c", "d"]], {"max_new_tokens": 9}):
         pending.leave()
     held.let_go()
@@ -320,7 +326,7 @@ def test_a_batch_that_all_have_left_is_not_begun(engine: BlockAttentionEngine, h
     ("place", "batch_tokens"),
     [
         ("BlockModel.encode", 4096),
-        ("BlockModel.generate", 1),  # rows of so many tokens are answered alone
+        ("BlockModel.generate", 1),  # too few for two rows, so each is answered alone
         ("BlockModel.generate_batch", 4096),
     ],
 )
@@ -346,7 +352,7 @@ def test_an_interrupt_ends_a_whole_batch_at_once(
     ]
 
 
-def test_requests_without_batching_run_in_turn(engine: BlockAttentionEngine, held: Held) -> None:
+def test_requests_without_batching_run_in_order(engine: BlockAttentionEngine, held: Held) -> None:
     options: dict[str, Any] = {"max_new_tokens": NEW, "temperature": 1.0, "seed": 1}
     prompts = [["a", "b"], ["c", "d"], ["e", "f"]]
     pending = asked_together(engine, prompts, options)
@@ -363,7 +369,7 @@ def test_requests_without_batching_run_in_turn(engine: BlockAttentionEngine, hel
     assert [pending[0].result().token_ids, found.token_ids] == [alone[0], alone[2]]
 
 
-def test_prompts_of_many_tokens_to_compute_go_in_smaller_batches(
+def test_prompts_with_many_tokens_to_compute_run_in_smaller_batches(
     engine: BlockAttentionEngine, monkeypatch: pytest.MonkeyPatch, batch_sizes: list[int]
 ) -> None:
     prompts = [["a" * n, "b" * 9] for n in (5, 5, 30, 5)]
@@ -372,7 +378,7 @@ def test_prompts_of_many_tokens_to_compute_go_in_smaller_batches(
     monkeypatch.setattr(BlockModel, "batch_tokens", 40)
     found = engine.generate_batch(prompts, max_new_tokens=2, mode="full")
     assert [answer.token_ids for answer in found] == expected
-    assert batch_sizes == [2]  # and two alone
+    assert batch_sizes == [2]  # the other two ran alone
 
 
 def test_answer_time_starts_at_the_call(engine: BlockAttentionEngine, held: Held) -> None:
@@ -380,7 +386,7 @@ def test_answer_time_starts_at_the_call(engine: BlockAttentionEngine, held: Held
     held.wait_for_token()
     second = engine.submit([B, Q], max_new_tokens=NEW)
     came = time.perf_counter()
-    while time.perf_counter() - came < 0.05:  # at least so long it waits for the model
+    while time.perf_counter() - came < 0.05:  # minimum time that it waits for the model
         time.sleep(0.01)
     held.let_go()
     first.result(LONGEST_S)
@@ -390,7 +396,9 @@ def test_answer_time_starts_at_the_call(engine: BlockAttentionEngine, held: Held
 @pytest.mark.parametrize(
     "options", [{"stop": ["<|user|>"], "pad_token_id": 65}, {"eos_token_id": None}]
 )
-def test_each_row_ends_as_alone(engine: BlockAttentionEngine, options: dict[str, Any]) -> None:
+def test_each_row_ends_as_in_a_single_request(
+    engine: BlockAttentionEngine, options: dict[str, Any]
+) -> None:
     prompts = [[f"prompt {n} {'x' * n}"] for n in range(12)]
     alone = [engine.generate(prompt, max_new_tokens=60, **options) for prompt in prompts]
     batch = engine.generate_batch(prompts, max_new_tokens=60, **options)
@@ -421,11 +429,13 @@ def test_an_abandoned_stream_frees_the_model(engine: BlockAttentionEngine, held:
     assert engine.generate([A, Q], max_new_tokens=NEW).token_ids == oracle(engine.model, [A, Q])
 
 
-async def test_abandoned_stream_does_not_run(engine: BlockAttentionEngine, held: Held) -> None:
+async def test_an_abandoned_waiting_stream_does_not_run(
+    engine: BlockAttentionEngine, held: Held
+) -> None:
     first = engine.submit([A, Q], max_new_tokens=NEW)
-    await asyncio.to_thread(held.wait_for_token)  # it stands: who comes now has to wait
+    await asyncio.to_thread(held.wait_for_token)  # now new requests have to wait
     waiting = asyncio.ensure_future(anext(engine.astream([A, Q], max_new_tokens=9)))
-    await asyncio.sleep(0)  # the loop's next turns submit it
+    await asyncio.sleep(0)  # submitted in the next iterations of the loop
     await asyncio.sleep(0)
     waiting.cancel()
     await asyncio.wait([waiting])
@@ -443,7 +453,7 @@ def test_stream_error_reaches_reader_and_frees_model(engine: BlockAttentionEngin
     assert engine.generate([Q], max_new_tokens=1).token_ids
 
 
-def test_a_prompt_is_encoded_with_its_beginning() -> None:
+def test_encoding_a_prompt_adds_bos_to_its_first_block() -> None:
     model = BlockModel(tiny_model("llama"), tiny_tokenizer())
     engine = BlockAttentionEngine(model, on_miss="error")
     prompt = BlockPrompt((Block(A), Block(B)), Q)
@@ -453,7 +463,7 @@ def test_a_prompt_is_encoded_with_its_beginning() -> None:
     assert engine.store.stats().entries == 2
 
 
-def test_two_engines_share_one_model_and_seeds_hold(model: BlockModel) -> None:
+def test_engines_that_share_a_model_reproduce_seeded_answers(model: BlockModel) -> None:
     engines = [BlockAttentionEngine(model), BlockAttentionEngine(model)]
     options: dict[str, Any] = {"temperature": 1.0, "max_new_tokens": 12}
     asked = [(engine, seed) for engine in engines for seed in range(6)]

@@ -1,4 +1,4 @@
-"""The thread of a model when the process ends."""
+"""The model's thread at process exit."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from tests.holding import LONGEST_S
 
 
-def test_a_process_that_ends_drops_its_work_and_waits_for_its_threads() -> None:
+def test_exit_cancels_pending_work_and_waits_for_threads() -> None:
     script = """
 import atexit, threading
 begun, nobody_waited = threading.Event(), threading.Event()

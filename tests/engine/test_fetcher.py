@@ -1,4 +1,4 @@
-"""Looking up and computing blocks: accounting, damage, and what an interruption leaves."""
+"""Looking up and encoding blocks: counts, damaged entries, and which blocks may be stored."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def model_without_bos() -> BlockModel:
     return BlockModel(shared_tiny_llama(), tiny_tokenizer(bos=False))
 
 
-def test_absent_blocks_are_computed_and_found_the_next_time(fetcher: BlockFetcher) -> None:
+def test_missing_blocks_are_computed_and_hits_the_next_time(fetcher: BlockFetcher) -> None:
     first = fetch(fetcher, [A, B, C])
     assert (first.hits, first.misses) == (0, 3)
     assert first.reused_tokens == 0
@@ -41,13 +41,15 @@ def test_absent_blocks_are_computed_and_found_the_next_time(fetcher: BlockFetche
     assert [kv.handle for kv in again.blocks] == [block.handle for block in (A, B, C)]
 
 
-def test_a_block_that_comes_twice_is_computed_once(fetcher: BlockFetcher) -> None:
+def test_a_repeated_block_is_computed_once(fetcher: BlockFetcher) -> None:
     found = fetch(fetcher, [C, A, A, A])
     assert (found.hits, found.misses) == (2, 2)
     assert found.blocks[1] is found.blocks[2] is found.blocks[3]
 
 
-def test_first_block_is_another_entry(fetcher: BlockFetcher, model: BlockModel) -> None:
+def test_the_first_block_with_bos_is_a_separate_entry(
+    fetcher: BlockFetcher, model: BlockModel
+) -> None:
     found = fetch(fetcher, [A, A])
     assert found.misses == 2
     assert found.blocks[0].num_tokens == found.blocks[1].num_tokens + 1
@@ -56,7 +58,9 @@ def test_first_block_is_another_entry(fetcher: BlockFetcher, model: BlockModel) 
     assert not fetcher.contains(B)
 
 
-def test_one_entry_without_bos(model_without_bos: BlockModel, store: FaultyStore) -> None:
+def test_without_bos_the_first_block_is_no_separate_entry(
+    model_without_bos: BlockModel, store: FaultyStore
+) -> None:
     fetcher = BlockFetcher(model_without_bos, store)
     ingest(fetcher, [A, B])
     assert fetcher.contains(A, first=True)
@@ -72,7 +76,7 @@ def test_on_miss_error_names_missing_blocks(model: BlockModel, store: FaultyStor
     assert store.stats().entries == 1
 
 
-def test_a_text_of_no_tokens_is_no_miss_and_leaves_no_trace(
+def test_a_text_without_tokens_is_neither_counted_nor_stored(
     model: BlockModel, store: FaultyStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fetcher = BlockFetcher(model, store)
@@ -110,7 +114,7 @@ def test_a_bad_entry_is_a_miss_with_a_warning_and_is_overwritten(
     assert store.puts == 2
 
 
-def test_a_store_that_cannot_keep_a_block_costs_time_and_no_answer(
+def test_blocks_are_computed_if_the_store_cannot_keep_them(
     fetcher: BlockFetcher, store: FaultyStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     store.full_after = 0
@@ -120,7 +124,7 @@ def test_a_store_that_cannot_keep_a_block_costs_time_and_no_answer(
     assert "no space left" in caplog.text
 
 
-def test_blocks_of_another_model_are_not_taken(store: FaultyStore, fetcher: BlockFetcher) -> None:
+def test_blocks_of_another_model_are_not_used(store: FaultyStore, fetcher: BlockFetcher) -> None:
     ingest(fetcher, [A])
     other = BlockModel(tiny_model(seed=1), tiny_tokenizer())
     found = fetch(BlockFetcher(other, store), [B, A])
@@ -128,7 +132,7 @@ def test_blocks_of_another_model_are_not_taken(store: FaultyStore, fetcher: Bloc
 
 
 class CountingStore(DirectoryStore):
-    """Counts what is read from disk."""
+    """Store that counts its reads from disk."""
 
     reads = 0
 
@@ -138,7 +142,7 @@ class CountingStore(DirectoryStore):
 
 
 class BatchedStore(MemoryStore):
-    """Answers for many keys at once, and records how many it was asked for."""
+    """Store that records the number of keys of each batched read."""
 
     def __init__(self) -> None:
         super().__init__(1 << 20)
@@ -149,7 +153,7 @@ class BatchedStore(MemoryStore):
         return super().get_many(keys)
 
 
-def test_the_store_is_asked_once_for_all_blocks_of_a_prompt(model: BlockModel) -> None:
+def test_all_blocks_of_a_prompt_are_read_in_one_call(model: BlockModel) -> None:
     store = BatchedStore()
     fetcher = BlockFetcher(model, store)
     fetch(fetcher, [A, B, C])
@@ -196,7 +200,7 @@ def test_residents_ignore_file_changes(model: BlockModel, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("resident_bytes", [0, 1])
-def test_a_block_too_large_to_stay_is_read_for_every_answer_without_a_word(
+def test_a_block_too_large_for_memory_is_read_for_every_answer(
     model: BlockModel, tmp_path: Path, caplog: pytest.LogCaptureFixture, resident_bytes: int
 ) -> None:
     store = CountingStore(tmp_path / "kv")
@@ -208,7 +212,7 @@ def test_a_block_too_large_to_stay_is_read_for_every_answer_without_a_word(
     assert not caplog.records
 
 
-def test_a_negative_room_for_residents_is_refused(model: BlockModel, store: FaultyStore) -> None:
+def test_a_negative_memory_limit_is_refused(model: BlockModel, store: FaultyStore) -> None:
     with pytest.raises(ValueError, match="resident_bytes must be 0 or more, found -1"):
         BlockFetcher(model, store, resident_bytes=-1)
 
@@ -226,7 +230,7 @@ def on_disk(model: BlockModel, tmp_path: Path) -> BlockFetcher:
 
 
 @pytest.mark.parametrize("origin", ["conversation", "prompt", "altered"])
-def test_what_is_private_to_a_prompt_stays_in_memory(on_disk: BlockFetcher, origin: Origin) -> None:
+def test_private_blocks_of_a_prompt_stay_in_memory(on_disk: BlockFetcher, origin: Origin) -> None:
     private = of(origin)
     for misses in (1, 0, 0):
         found = fetch(on_disk, [private])
@@ -243,7 +247,7 @@ def test_passages_are_stored_at_once_and_system_messages_later(on_disk: BlockFet
     assert on_disk.contains(system, first=True)
 
 
-def test_whatever_is_encoded_on_purpose_is_stored(on_disk: BlockFetcher) -> None:
+def test_explicitly_encoded_blocks_are_always_stored(on_disk: BlockFetcher) -> None:
     ingest(on_disk, [of("conversation"), A], as_prompt=True)
     found = fetch(on_disk, [of("conversation"), A])
     assert (found.hits, found.misses) == (2, 0)
@@ -262,7 +266,7 @@ def test_damaged_entries_are_replaced(model: BlockModel, tmp_path: Path, origin:
 
 
 @pytest.mark.parametrize("origin", ["system", "conversation"])
-def test_a_store_that_does_not_answer_is_not_given_what_is_private_to_a_prompt(
+def test_private_blocks_are_not_stored_after_a_failed_read(
     on_disk: BlockFetcher,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -279,7 +283,7 @@ def test_a_store_that_does_not_answer_is_not_given_what_is_private_to_a_prompt(
     assert not on_disk.contains(of(origin), first=True)
 
 
-def test_an_ingestion_computes_a_damaged_entry_anew(on_disk: BlockFetcher, tmp_path: Path) -> None:
+def test_ingestion_recomputes_damaged_entries(on_disk: BlockFetcher, tmp_path: Path) -> None:
     ingest(on_disk, [A, B])
     first, _ = sorted((tmp_path / "kv").rglob("*.safetensors"))
     first.write_bytes(first.read_bytes()[:100])
@@ -287,13 +291,13 @@ def test_an_ingestion_computes_a_damaged_entry_anew(on_disk: BlockFetcher, tmp_p
     assert ingest(on_disk, [A, B]).computed == 0
 
 
-def test_resident_is_lru(
+def test_the_least_recently_used_resident_is_evicted(
     model: BlockModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = DirectoryStore(tmp_path / "kv")
     fetcher = BlockFetcher(model, store, 1 << 26)
     monkeypatch.setattr("blockattn_rag.engine.block_cache._REPORT_EVERY_S", 0.0)
-    fetch(fetcher, [D, A])  # both are kept in memory too
+    fetch(fetcher, [D, A])  # also keeps both in memory
     for path in tmp_path.rglob("*.safetensors"):
         os.utime(path, (0, time.time() - 200))
     known = {*tmp_path.rglob("*.safetensors")}

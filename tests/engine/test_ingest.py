@@ -1,4 +1,4 @@
-"""Ingestion: its figures, and what an interruption leaves."""
+"""Ingestion: statistics, interruptions, and entries shared by several texts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ A, B, C = Block("first passage"), Block("second"), Block("third", BlockTemplate(
 Batch = list[tuple[BlockSpec, BlockKV]]
 
 
-def test_precompute_says_what_it_did(fetcher: BlockFetcher, store: FaultyStore) -> None:
+def test_precompute_reports_statistics(fetcher: BlockFetcher, store: FaultyStore) -> None:
     progress: list[tuple[int, int]] = []
     stats = ingest(fetcher, [A, B, A], on_progress=lambda *at: progress.append(at))
     assert (stats.computed, stats.reused) == (2, 0)
@@ -85,15 +85,15 @@ def test_encodes_and_stores_batch_by_batch(fetcher: BlockFetcher, store: FaultyS
 
     blocks = [Block(f"passage {i}") for i in range(4)]
     precompute(fetcher, blocks, run=run, batch_tokens=1)
-    assert entries == [0, 1, 2, 3, 4]  # the last piece of work finds nothing left
+    assert entries == [0, 1, 2, 3, 4]  # the last step has nothing left to do
 
 
-def test_too_long_block_says_what_to_do(fetcher: BlockFetcher) -> None:
+def test_the_error_for_a_too_long_block_gives_advice(fetcher: BlockFetcher) -> None:
     with pytest.raises(ContextOverflowError, match="split the passage into smaller chunks"):
         ingest(fetcher, [Block("x" * 5000)])
 
 
-# Three texts whose tokens are equal: the passage, the template around it, and both as one text.
+# Three blocks with equal tokens: text alone, and text with two different templates.
 SHARED = [
     Block("- third"),
     Block("third", BlockTemplate("- ")),
@@ -102,18 +102,18 @@ SHARED = [
 
 
 def collected(store: DirectoryStore | ObjectStore, live: Sequence[Block]) -> list[str]:
-    """The entries that remain when all are old and these blocks alone are referred to."""
+    """Age all entries and run ``gc`` with these live blocks. Returns the remaining keys."""
     if isinstance(store, DirectoryStore):
         for entry in store.entries():
             os.utime(store.entry_path(entry.key), (0, time.time() - 86400))
     else:
-        time.sleep(1.1)  # times are known to a second
+        time.sleep(1.1)  # timestamps have a resolution of one second
     gc(store, {block.handle for block in live}, grace_s=0)
     return list(store.keys())
 
 
 def opened(kind: str, path: Path) -> tuple[KVStore, DirectoryStore | ObjectStore]:
-    """A store, and the one that ``gc`` is given."""
+    """Open a store. Returns the store, and the one to run ``gc`` on."""
     if kind == "objects":
         home = objects_in_memory()
         return home, home
@@ -125,7 +125,9 @@ def opened(kind: str, path: Path) -> tuple[KVStore, DirectoryStore | ObjectStore
 
 @pytest.mark.parametrize("together", [True, False])
 @pytest.mark.parametrize("kind", ["directory", "tiers", "objects"])
-def test_entry_of_shared_text(model: BlockModel, tmp_path: Path, kind: str, together: bool) -> None:
+def test_a_shared_entry_is_kept_while_any_text_is_live(
+    model: BlockModel, tmp_path: Path, kind: str, together: bool
+) -> None:
     store, home = opened(kind, tmp_path / "kv")
     fetcher = BlockFetcher(model, store)
     for blocks in [SHARED] if together else [[block] for block in SHARED]:
@@ -136,7 +138,9 @@ def test_entry_of_shared_text(model: BlockModel, tmp_path: Path, kind: str, toge
     assert collected(home, [A]) == []
 
 
-def test_entry_of_too_many_texts_goes_by_age(model: BlockModel, tmp_path: Path) -> None:
+def test_an_entry_of_too_many_texts_is_only_deleted_by_age(
+    model: BlockModel, tmp_path: Path
+) -> None:
     store = DirectoryStore(tmp_path / "kv")
     text = "a text of many letters"
     blocks = [Block(text[cut:], BlockTemplate(text[:cut])) for cut in range(MOST_HANDLES + 1)]

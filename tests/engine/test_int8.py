@@ -1,4 +1,4 @@
-"""An engine that keeps keys and values in int8: the same answers from a miss as from a hit."""
+"""Engines with int8 keys and values give the same answers for misses and hits."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MakeStore = Callable[[], KVStore]
 
 @pytest.fixture(params=["memory", "directory"])
 def make_store(request: pytest.FixtureRequest, tmp_path: Path) -> MakeStore:
-    """The same store each time; of a directory, another object over it."""
+    """Return the same store each time, or, for a directory, a new object over it."""
     memory = MemoryStore(1 << 26)
     return lambda: memory if request.param == "memory" else DirectoryStore(tmp_path / "kv")
 
@@ -41,7 +41,9 @@ def stored(store: KVStore) -> list[BlockKV]:
 
 
 @pytest.mark.parametrize("assembly", ["relay", "copy"])
-def test_miss_and_hit_answer_alike(model: BlockModel, make_store: MakeStore, assembly: str) -> None:
+def test_misses_and_hits_give_the_same_answer(
+    model: BlockModel, make_store: MakeStore, assembly: str
+) -> None:
     settings: dict[str, Any] = {"assembly": assembly, "kv_dtype": "int8"}
     cold = BlockAttentionEngine(model, make_store(), **settings)
     assert cold.kv_dtype == "int8"
@@ -71,7 +73,7 @@ def test_store_may_mix_int8_and_float(model: BlockModel, make_store: MakeStore) 
     assert plain.generate(["first", A, Q], mode="full", max_new_tokens=1).stats.int8_blocks == 0
 
 
-def test_int8_blocks_take_a_quarter_of_float32_and_the_scales(model: BlockModel) -> None:
+def test_int8_blocks_take_a_quarter_of_float32_plus_the_scales(model: BlockModel) -> None:
     sizes = {}
     for kind in ("model", "int8"):
         store = MemoryStore(1 << 26)
@@ -84,7 +86,7 @@ def test_int8_blocks_take_a_quarter_of_float32_and_the_scales(model: BlockModel)
     assert sizes["int8"] == sizes["model"] // 4 + scales
 
 
-def test_blocks_stay_in_int8_while_they_are_ready(model: BlockModel, tmp_path: Path) -> None:
+def test_resident_blocks_stay_in_int8(model: BlockModel, tmp_path: Path) -> None:
     BlockAttentionEngine(model, DirectoryStore(tmp_path), kv_dtype="int8").encode([A])
     store = DirectoryStore(tmp_path)
     (kv,) = stored(store)
@@ -97,7 +99,7 @@ def test_blocks_stay_in_int8_while_they_are_ready(model: BlockModel, tmp_path: P
     assert smaller.get_many([kv.key])[0] is not smaller.get_many([kv.key])[0]
 
 
-def test_figures_go_through_json(model: BlockModel) -> None:
+def test_statistics_survive_json(model: BlockModel) -> None:
     stats = BlockAttentionEngine(model, kv_dtype="int8").generate([A, Q], max_new_tokens=1).stats
     assert stats.int8_blocks == 1
     assert ReuseStats.from_dict(json.loads(json.dumps(asdict(stats)))) == stats
@@ -105,7 +107,7 @@ def test_figures_go_through_json(model: BlockModel) -> None:
 
 
 def test_nothing_is_rounded_twice(model: BlockModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An adapter changes what the model computes, which is then quantized."""
+    """The adapter is applied to unquantized states, and the result is quantized."""
     store, recipe = MemoryStore(1 << 26), recipe_of(model, sink="none")
     BlockAttentionEngine(model, store, kv_dtype="int8").encode([A])
     changed: list[BlockKV] = []
@@ -128,7 +130,9 @@ def test_nothing_is_rounded_twice(model: BlockModel, monkeypatch: pytest.MonkeyP
         assert all(torch.equal(*pair) for pair in pairs)
 
 
-def test_what_cannot_be_kept_is_refused(model: BlockModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_kv_dtypes_are_refused(
+    model: BlockModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(ValueError, match=r"kv_dtype must be one of .*found 'int4'"):
         BlockAttentionEngine(model, kv_dtype="int4")  # type: ignore[arg-type]
     mixed = [(2, 8, torch.float32), (2, 8, torch.bfloat16)]

@@ -1,4 +1,4 @@
-"""Models with shared, latent and state layers answer as the oracle does, on every path."""
+"""Models with shared, latent and state layers match the oracle on every path."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ def assemblies(engine: BlockAttentionEngine) -> list[str]:
 
 @kinds
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)
-def test_logits_are_the_oracles(kind: str, recipe: Recipe) -> None:
+def test_logits_match_the_oracle(kind: str, recipe: Recipe) -> None:
     if kind == "scaled queries" and recipe.positions == "composite":
-        # The oracle's sinks have negative positions there, of which the scale is not a number.
+        # The oracle gives sinks negative positions here, for which the scale is NaN.
         recipe = replace(recipe, sink="none")
     engine = engine_of(kind, recipe=recipe)
     for texts in CONTEXTS:
@@ -68,7 +68,7 @@ def test_logits_are_the_oracles(kind: str, recipe: Recipe) -> None:
 
 
 @kinds
-def test_answers_streams_and_batches_are_the_oracles(kind: str) -> None:
+def test_answers_streams_and_batches_match_the_oracle(kind: str) -> None:
     engine = engine_of(kind)
     prompts = [prompt_of(texts) for texts in ([HEAD, A, B], [HEAD, B, ONE, A], [])]
     expected = [oracle_of(kind, [b.text for b in p.context]).generate(NEW) for p in prompts]
@@ -82,7 +82,7 @@ def test_answers_streams_and_batches_are_the_oracles(kind: str) -> None:
 
 
 @kinds
-def test_the_next_turn_of_a_conversation_answers_as_a_new_one(kind: str) -> None:
+def test_a_later_turn_gives_the_answer_of_a_new_conversation(kind: str) -> None:
     engine = engine_of(kind)
     first = engine.generate(prompt_of([HEAD, A, B]), max_new_tokens=NEW)
     longer = BlockPrompt(prompt_of([HEAD, A, B]).context, f"{QUESTION}{first.text} And wide?")
@@ -94,7 +94,7 @@ def test_the_next_turn_of_a_conversation_answers_as_a_new_one(kind: str) -> None
 
 
 @kinds
-def test_beams_over_one_block_are_those_of_full_mode(kind: str) -> None:
+def test_beams_over_one_block_equal_full_mode(kind: str) -> None:
     engine = engine_of(kind, recipe="none")
     options: dict[str, Any] = {"num_beams": 3, "max_new_tokens": NEW}
     full = engine.generate(prompt_of([HEAD]), mode="full", **options)
@@ -103,7 +103,9 @@ def test_beams_over_one_block_are_those_of_full_mode(kind: str) -> None:
 
 @kinds
 @pytest.mark.parametrize("kv_dtype", ["model", "int8"])
-def test_a_hit_on_disk_answers_as_the_miss(kind: str, kv_dtype: Any, tmp_path: Path) -> None:
+def test_hits_on_disk_and_misses_give_the_same_answer(
+    kind: str, kv_dtype: Any, tmp_path: Path
+) -> None:
     settings: dict[str, Any] = {"kv_dtype": kv_dtype, "resident_bytes": 0}
     texts = [HEAD, A, B, ONE]
     engine = engine_of(kind, DirectoryStore(tmp_path), **settings)
@@ -123,7 +125,7 @@ def test_a_hit_on_disk_answers_as_the_miss(kind: str, kv_dtype: Any, tmp_path: P
 
 
 @pytest.mark.parametrize("kind", ["shared", "latent", "state"])
-def test_blocks_of_a_small_store_are_evicted_and_computed_again(kind: str) -> None:
+def test_evicted_blocks_are_recomputed(kind: str) -> None:
     engine = engine_of(kind, MemoryStore(1 << 15), resident_bytes=0)
     expected = {text: oracle_of(kind, [HEAD, text, B]).generate(NEW) for text in (A, A + A, B)}
     for text in [*expected] * 2:
@@ -132,7 +134,7 @@ def test_blocks_of_a_small_store_are_evicted_and_computed_again(kind: str) -> No
 
 
 @kinds
-def test_blocks_have_the_layers_that_store_something(kind: str) -> None:
+def test_blocks_contain_the_layers_that_store_states(kind: str) -> None:
     model, (_, _, summary) = model_of_kinds(kind), KINDS[kind]
     engine = engine_of(kind)
     engine.encode([A])
@@ -168,18 +170,22 @@ def test_recomputing_all_passages_gives_full_modes_answers(kind: str, assembly: 
 
 
 @pytest.mark.parametrize("kind", RECOMPUTING)
-def test_auto_recomputes_tokens(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_auto_recomputes_tokens_of_stock_models(
+    kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
     model = new_model(kind)
     assert BlockAttentionEngine(model, recipe="auto").recipe == Recipe("head", recompute=0.1)
     assert "uses 'head+recompute:0.1', which computes 10 %" in caplog.text
 
 
-def test_a_stock_hybrid_model_promotes_one_passage() -> None:
+def test_stock_hybrid_models_promote_one_passage() -> None:
     assert engine_of("state", recipe="auto").recipe == STOCK
     assert engine_of("latent", recipe="auto").recipe == Recipe("head:4")
 
 
-def test_states_of_heads_are_computed_once_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_head_states_are_computed_once_and_their_number_is_limited(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model = new_model("state")
     heads, computed = model._head_states, []
     original = heads._computed
@@ -204,7 +210,7 @@ def test_adapters_are_refused_for_latent_attention_and_exact_in_hybrid_models() 
         assert relative_error(found.float(), expected) <= EXACT
 
 
-def test_states_are_not_computed_under_autocast() -> None:
+def test_head_states_are_not_computed_under_autocast() -> None:
     model = new_model("state")
     engine = BlockAttentionEngine(model, recipe=STOCK)
     engine.encode(prompt_of([HEAD, A]))

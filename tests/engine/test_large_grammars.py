@@ -1,4 +1,4 @@
-"""Large grammars constrain each answer or are refused, and delay nobody else."""
+"""Large grammars are enforced or refused, and do not delay other requests."""
 
 from __future__ import annotations
 
@@ -74,11 +74,11 @@ def test_a_large_grammar_constrains_every_answer(engine: BlockAttentionEngine, k
 def _fails_at_the_third_token() -> dict[str, Any]:
     rules = "\n".join(f'c{i}: "x" "{i}"' for i in range(10_001))
     cases = " | ".join(f"c{i}" for i in range(10_001))
-    # Nothing is too large before the second letter, which a model may choose or not.
+    # The limit is only exceeded after the second letter, which depends on the model.
     return {"grammar": f'start: /[a-z]/ /[a-z]/ "x" case\ncase: {cases}\n{rules}'}
 
 
-def test_failing_grammar_raises_in_every_mode(engine: BlockAttentionEngine) -> None:
+def test_a_failing_grammar_raises_in_every_mode(engine: BlockAttentionEngine) -> None:
     asked = _fails_at_the_third_token()
     for mode in ("block", "full"):
         with pytest.raises(GrammarError, match="max is 10000"):
@@ -89,7 +89,9 @@ def test_failing_grammar_raises_in_every_mode(engine: BlockAttentionEngine) -> N
             engine.generate_batch([A, B], structured_outputs=asked, mode=mode)
 
 
-def test_failing_grammar_spares_rest(engine: BlockAttentionEngine, batch_sizes: list[int]) -> None:
+def test_a_failing_grammar_does_not_affect_the_rest_of_the_batch(
+    engine: BlockAttentionEngine, batch_sizes: list[int]
+) -> None:
     asked = _fails_at_the_third_token()
     options: dict[str, Any] = {"max_new_tokens": 12}
     expected = engine.generate(B, **options).token_ids
@@ -110,7 +112,9 @@ def test_failing_grammar_spares_rest(engine: BlockAttentionEngine, batch_sizes: 
     assert found == expected
 
 
-def test_too_large_grammar_is_refused_first(engine: BlockAttentionEngine) -> None:
+def test_a_grammar_that_is_too_large_is_refused_before_generation(
+    engine: BlockAttentionEngine,
+) -> None:
     entries = engine.store.stats().entries
     for asked in (
         {"choice": [f"Street {i} of Halden" for i in range(200_000)]},
@@ -121,7 +125,9 @@ def test_too_large_grammar_is_refused_first(engine: BlockAttentionEngine) -> Non
     assert engine.store.stats().entries == entries
 
 
-def test_compiles_aside(engine: BlockAttentionEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiling_does_not_block_the_model(
+    engine: BlockAttentionEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     may_end = threading.Event()
     compile_one = GrammarCompiler._compile
 

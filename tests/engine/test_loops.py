@@ -1,4 +1,4 @@
-"""Answers that repeat themselves end, in every way to ask."""
+"""Repetitive answers are ended, for every kind of request."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ PROMPT = ["Halden Tower is tall.", "What sat?"]
 
 
 def engine_that_writes(cycle: list[str]) -> BlockAttentionEngine:
-    """Over a model that writes the same tokens, each once, again and again."""
+    """Return an engine over a model that repeats ``cycle`` endlessly."""
     tokenizer: Any = tiny_tokenizer()
     tokenizer.add_tokens(cycle)
     size = len(tokenizer)
-    width = size + -size % 4  # a multiple of the number of heads
+    width = size + -size % 4  # rounded up to a multiple of the number of heads
     model: Any = tiny_model("llama", hidden_size=width, vocab_size=size, num_hidden_layers=1)
     ids = tokenizer("".join(cycle), add_special_tokens=False)["input_ids"]
     after = dict(zip(ids, [*ids[1:], ids[0]], strict=True))
     with torch.no_grad():
-        for layer in model.model.layers:  # keys and values are computed, and change nothing
+        for layer in model.model.layers:  # attention does not affect the output
             layer.self_attn.o_proj.weight.zero_()
             layer.mlp.down_proj.weight.zero_()
         model.model.embed_tokens.weight.copy_(torch.eye(size, width))
         model.lm_head.weight.zero_()
         for token in range(size):
             model.lm_head.weight[after.get(token, ids[0]), token] = 1
-    model.config.block_attention = {"test": True}  # known to be tuned: no warning
+    model.config.block_attention = {"test": True}  # prevents the warning about stock models
     return BlockAttentionEngine(BlockModel(model, tokenizer))
 
 
@@ -70,7 +70,7 @@ MODE = pytest.mark.parametrize("mode", ["block", "full"])
 
 @HOW
 @MODE
-def test_text_that_repeats_itself_ends(engine: BlockAttentionEngine, how: str, mode: str) -> None:
+def test_repetitive_text_is_ended(engine: BlockAttentionEngine, how: str, mode: str) -> None:
     answer = ask(engine, how, mode=mode)
     assert answer.finish_reason == "repetition"
     assert answer.text == written(TEXT_TOKENS)
@@ -86,19 +86,21 @@ def test_guard_stays_on_with_a_seed(engine: BlockAttentionEngine, options: dict[
 @pytest.mark.parametrize(
     "options", [{"do_sample": False}, {"temperature": 1e-4}, {"num_beams": 2}], ids=str
 )
-def test_sampling_is_free(engine: BlockAttentionEngine, how: str, options: dict[str, Any]) -> None:
+def test_explicit_sampling_settings_disable_the_guard(
+    engine: BlockAttentionEngine, how: str, options: dict[str, Any]
+) -> None:
     answer = ask(engine, how, max_new_tokens=TEXT_TOKENS + 9, **options)
     assert answer.finish_reason == "length"
     assert answer.text == written(TEXT_TOKENS + 9)
 
 
-def test_an_answer_that_ends_in_time_is_none(engine: BlockAttentionEngine) -> None:
+def test_an_answer_that_ends_before_the_limit_is_no_loop(engine: BlockAttentionEngine) -> None:
     assert ask(engine, "alone", max_new_tokens=TEXT_TOKENS - 1).finish_reason == "length"
     assert ask(engine, "alone", stop=["sat. " + SENTENCE * 9]).finish_reason == "stop"
 
 
 @pytest.mark.parametrize("cycle", [["0", ", "], ["0x00", ", "], ["| yes |", "\n"], ["null", ", "]])
-def test_numbers_rows_and_constants_are_no_loop(cycle: list[str]) -> None:
+def test_repeated_numbers_rows_and_constants_are_not_loops(cycle: list[str]) -> None:
     answer = ask(engine_that_writes(cycle), "alone")
     assert (answer.finish_reason, len(answer.token_ids)) == ("length", 200)
 
@@ -112,17 +114,17 @@ SCHEMA: dict[str, Any] = {
 
 @HOW
 @MODE
-def test_repeating_string_is_closed(engine: BlockAttentionEngine, how: str, mode: str) -> None:
+def test_a_repetitive_string_is_closed(engine: BlockAttentionEngine, how: str, mode: str) -> None:
     pytest.importorskip("llguidance")
     answer = ask(engine, how, mode=mode, structured_outputs={"json": SCHEMA})
     assert answer.finish_reason == "repetition"
     found = answer.json()
     assert found["c"] == "yes"
     assert found["a"] == written(STRING_TOKENS)
-    assert found["b"] == written(LATER_TOKENS)  # the loop is known by then
+    assert found["b"] == written(LATER_TOKENS)  # ends sooner, because the loop is already known
 
 
-def test_settings_of_sampling_leave_strings_to_their_limit(engine: BlockAttentionEngine) -> None:
+def test_explicit_sampling_settings_do_not_close_strings(engine: BlockAttentionEngine) -> None:
     pytest.importorskip("llguidance")
     answer = ask(engine, "alone", structured_outputs={"json": SCHEMA}, do_sample=False)
     assert answer.finish_reason == "length"
@@ -130,6 +132,6 @@ def test_settings_of_sampling_leave_strings_to_their_limit(engine: BlockAttentio
         answer.json()
 
 
-def test_ended_json_without_grammar_is_no_object(engine: BlockAttentionEngine) -> None:
+def test_json_ended_for_repetition_without_a_grammar_raises(engine: BlockAttentionEngine) -> None:
     with pytest.raises(IncompleteAnswerError, match="it repeated itself; pass a schema"):
         ask(engine, "alone").json()

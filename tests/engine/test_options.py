@@ -1,4 +1,4 @@
-"""Options are parsed and checked once, and are compared as a whole."""
+"""Options of a call: parsing, validation and comparison."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_unset_options_have_defaults() -> None:
     assert parse() == parse(mode=None) == GenerateOptions()
 
 
-def test_arguments_go_where_they_belong_and_the_rest_to_transformers() -> None:
+def test_arguments_of_transformers_are_passed_on() -> None:
     found = parse(mode="full", temperature=0.5, stop="END", num_beams=2)
     assert found.mode == "full"
     assert found.sampling == Sampling(temperature=0.5, stop=("END",), extra={"num_beams": 2})
@@ -35,12 +35,12 @@ def test_a_misspelled_option_raises_type_error(name: str, meant: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["on_miss", "assembly", "positions"])
-def test_settings_of_the_engine_are_not_options_of_a_call(name: str) -> None:
+def test_engine_settings_are_refused_as_call_options(name: str) -> None:
     with pytest.raises(TypeError, match=rf"'{name}' is a setting of the engine.*, {name}=\.\.\.\)"):
         parse(**{name: "nonsense"})
 
 
-def test_equal_options_are_equal_and_others_are_not() -> None:
+def test_options_are_compared_by_value() -> None:
     assert parse(top_k=1, num_beams=2) == parse(num_beams=2, top_k=1)
     assert parse(top_k=1) != parse(top_k=2)
     assert parse(recipe=Recipe("bos")) == parse(recipe=Recipe("bos", source="elsewhere"))
@@ -55,6 +55,6 @@ def test_options_that_cannot_be_compared_are_unequal() -> None:
     assert one != other
 
 
-def test_options_are_not_written_to() -> None:
+def test_options_of_the_caller_are_not_modified() -> None:
     with pytest.raises(FrozenInstanceError):
         parse().mode = "full"  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""Promoted passages, the last of a prompt, are computed in the final block."""
+"""The last passages of a prompt can be promoted, that is, computed in the final block."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ EXACT = LOGITS[torch.float32]
 
 
 def ids(model: BlockModel, *blocks: Block, first: bool = False) -> list[int]:
-    """Token ids of blocks."""
+    """Return the token ids of blocks."""
     return [
         token
         for place, block in enumerate(blocks)
@@ -51,7 +51,7 @@ def error(found: torch.Tensor, expected: torch.Tensor) -> float:
         ((HEAD, A, B, C), 1, 3),
         ((HEAD, A, B, C), 2, 2),
         ((HEAD, A, B, C), 9, 1),
-        ((HEAD, A, BETWEEN, B, BETWEEN), 1, 3),  # the text after the passage moves too
+        ((HEAD, A, BETWEEN, B, BETWEEN), 1, 3),  # also moves the text after the passage
         ((HEAD, A, BETWEEN, B, BETWEEN), 2, 1),
         ((A, B, A), 1, 2),
         ((A,), 1, 0),
@@ -59,7 +59,7 @@ def error(found: torch.Tensor, expected: torch.Tensor) -> float:
         ((), 1, 0),
     ],
 )
-def test_the_last_passages_are_part_of_the_final_block(
+def test_the_last_passages_move_to_the_final_block(
     model: BlockModel, context: tuple[Block, ...], count: int, reused: int
 ) -> None:
     prompt = BlockPrompt(context, Q)
@@ -73,7 +73,7 @@ def test_the_last_passages_are_part_of_the_final_block(
     [("llama", "relay"), ("gemma3_text", "relay"), ("gemma3_text", "copy")],
 )
 @pytest.mark.parametrize("count", [1, 2])
-def test_promoted_passages_see_all_blocks_and_one_another(
+def test_promoted_passages_attend_to_all_blocks_and_each_other(
     assembly: Literal["relay", "copy"], count: int, family: str
 ) -> None:
     windows: dict[str, Any] = {"sliding_window": 16} if family == "gemma3_text" else {}
@@ -110,7 +110,7 @@ def test_promoted_passages_need_not_be_stored(model: BlockModel) -> None:
 
 
 @pytest.mark.parametrize("context", [(HEAD, A, B, C), (A, B), (A,)])
-def test_promoting_all_is_full_attention(
+def test_promoting_all_passages_equals_full_attention(
     engine: BlockAttentionEngine, context: tuple[Block, ...]
 ) -> None:
     prompt = BlockPrompt(context, Q)
@@ -126,7 +126,7 @@ def test_promoted_passages_are_not_read_and_not_stored(engine: BlockAttentionEng
     assert cold.computed_tokens == cold.prompt_tokens == head + one + other + len(Q)
     assert cold.recipe == "promote:2"
     assert [engine.contains(block) for block in (A, B, C)] == [True, False, False]
-    plain = with_settings(engine, resident_bytes=0)  # without the tail of the first answer
+    plain = with_settings(engine, resident_bytes=0)  # without tails, to count all blocks
     warm = plain.generate(PROMPT, recipe=promoting(2), max_new_tokens=1).stats
     assert (warm.reused_tokens, warm.computed_tokens) == (head + one, other + len(Q))
 

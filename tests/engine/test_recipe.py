@@ -1,4 +1,4 @@
-"""Recipes: their values, their folders, and which one a model runs with."""
+"""Recipes: values, folders, and the choice of the recipe for a model."""
 
 from __future__ import annotations
 
@@ -32,8 +32,6 @@ from tests.model.miniatures import new_model
 from tests.models import shared_tiny_llama, tiny_model, tiny_tokenizer
 from tests.recipes import correction_of, recipe_of
 
-"""Parts of a recipe with an adapter."""
-
 SMOLLM2 = "ef69aaa49fa9721982f7b16beae2b72c6a3c90f5b14c1ce4f2a7aad31eaf91c0"
 
 
@@ -44,12 +42,12 @@ def model() -> BlockModel:
 
 @pytest.fixture
 def stock() -> BlockModel:
-    """A model that no warning was logged for."""
+    """A new stock model, for which no warning has been logged yet."""
     return BlockModel(tiny_model(seed=1), tiny_tokenizer(), name="stock")
 
 
 def changed(folder: Path, **fields: Any) -> Path:
-    """The recipe in a folder, with other fields in its recipe.json."""
+    """Change fields in the recipe.json of a folder."""
     told = json.loads((folder / "recipe.json").read_bytes())
     (folder / "recipe.json").write_text(json.dumps({**told, **fields}), "utf-8")
     return folder
@@ -62,7 +60,7 @@ def test_the_default_recipe_changes_nothing() -> None:
     assert str(Recipe()) == "none"
 
 
-def test_recipes_are_equal_by_what_decides_answers(model: BlockModel) -> None:
+def test_recipes_are_compared_by_what_affects_answers(model: BlockModel) -> None:
     one, other = recipe_of(model), recipe_of(model, report={"kl": 0.1}, source="elsewhere")
     assert one.adapter is not other.adapter
     assert one == other
@@ -80,7 +78,7 @@ def test_recipes_are_equal_by_what_decides_answers(model: BlockModel) -> None:
 
 
 def test_a_recipe_without_recomputation_keeps_its_digest() -> None:
-    # As the version before recomputation computed it.
+    # Computed by the last version without recomputation.
     expected = "a98d6109132d0dc8b945f3853fdaf995479d375de3195828384c79203724be16"
     assert Recipe("bos").digest == expected
 
@@ -103,7 +101,7 @@ def test_recipes_with_and_without_promotion_share_stored_passages(model: BlockMo
         assert engine.precompute([Block("Halden is tall.")], recipe=other).reused == reused
 
 
-def test_a_recipe_is_short_as_text(model: BlockModel) -> None:
+def test_the_text_form_of_a_recipe_is_short(model: BlockModel) -> None:
     recipe = recipe_of(model, promote=1)
     assert recipe.adapter is not None
     assert str(recipe) == f"head:4+adapter:{recipe.adapter.digest[:6]}+promote:1"
@@ -133,12 +131,12 @@ def test_a_recipe_is_short_as_text(model: BlockModel) -> None:
         ({"adapter": "kv.safetensors"}, "expected a Correction"),
     ],
 )
-def test_wrong_values_are_refused(fields: dict[str, Any], expected: str) -> None:
+def test_invalid_values_are_refused(fields: dict[str, Any], expected: str) -> None:
     with pytest.raises((ValueError, TypeError), match=expected):
         Recipe(**fields)
 
 
-def test_an_adapter_needs_its_sink_and_its_model(model: BlockModel) -> None:
+def test_an_adapter_needs_a_sink_and_a_model(model: BlockModel) -> None:
     adapter = correction_of(model, sink="bos")
     with pytest.raises(ValueError, match="fitted to sink='bos', found sink='head:4'"):
         Recipe("head:4", adapter, fingerprints=(model.fingerprint,))
@@ -149,7 +147,7 @@ def test_an_adapter_needs_its_sink_and_its_model(model: BlockModel) -> None:
 # -- folders -----------------------------------------------------------------------------------
 
 
-def test_a_folder_gives_back_what_was_saved(model: BlockModel, tmp_path: Path) -> None:
+def test_a_saved_recipe_is_loaded_unchanged(model: BlockModel, tmp_path: Path) -> None:
     recipe = recipe_of(model, promote=1, prompt_format="chat", report={"kl": 0.06})
     recipe.save(tmp_path / "db" / "recipe", plot=b"png")
     found = Recipe.load(tmp_path / "db" / "recipe")
@@ -162,7 +160,7 @@ def test_a_folder_gives_back_what_was_saved(model: BlockModel, tmp_path: Path) -
     assert [one.name for one in (tmp_path / "db").iterdir()] == ["recipe"]
 
 
-def test_a_folder_gives_back_the_share_to_recompute(tmp_path: Path) -> None:
+def test_the_share_to_recompute_is_saved(tmp_path: Path) -> None:
     Recipe("head:4", recompute=0.1).save(tmp_path / "recipe")
     assert Recipe.load(tmp_path / "recipe") == Recipe("head:4", recompute=0.1)
     with pytest.raises(ValueError, match="found digest"):
@@ -177,7 +175,7 @@ def test_saving_replaces_all_files_of_a_recipe(model: BlockModel, tmp_path: Path
     assert names == [".lock", "recipe.json"]
 
 
-def test_saving_through_a_link_replaces_what_it_leads_to(tmp_path: Path) -> None:
+def test_saving_through_a_link_replaces_its_target(tmp_path: Path) -> None:
     Recipe("bos").save(tmp_path / "recipe")
     link = tmp_path / "link"
     link.symlink_to("recipe")
@@ -237,7 +235,7 @@ def test_changed_fields_are_refused(
         Recipe.load(changed(tmp_path / "recipe", **fields))
 
 
-def test_every_flipped_bit_of_an_adapter_is_found(model: BlockModel, tmp_path: Path) -> None:
+def test_every_flipped_bit_of_an_adapter_is_detected(model: BlockModel, tmp_path: Path) -> None:
     recipe_of(model).save(tmp_path / "recipe")
     (path,) = (tmp_path / "recipe").glob("adapter-*.safetensors")
     data = path.read_bytes()
@@ -258,8 +256,8 @@ def test_missing_and_broken_files_are_refused(model: BlockModel, tmp_path: Path,
         shutil.rmtree(tmp_path / "recipe")
 
 
-def test_auto_takes_the_shipped_recipe(stock: BlockModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """SmolLM2-135M-Instruct's."""
+def test_auto_uses_the_bundled_recipe(stock: BlockModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The recipe of SmolLM2-135M-Instruct."""
     monkeypatch.setattr(BlockModel, "fingerprint", SMOLLM2)
     monkeypatch.setattr(Correction, "check_shapes", lambda *_: None)
     recipe = resolve_recipe("auto", stock, open_store("memory:"))
@@ -269,11 +267,11 @@ def test_auto_takes_the_shipped_recipe(stock: BlockModel, monkeypatch: pytest.Mo
     assert SMOLLM2 in recipe.fingerprints
 
 
-# -- which one ---------------------------------------------------------------------------------
+# -- choice of the recipe ----------------------------------------------------------------------
 
 
 def test_recipe_is_read_once(model: BlockModel, tmp_path: Path) -> None:
-    """It is read once, when the engine is made."""
+    """The recipe is read when the engine is created."""
     recipe_of(model).save(tmp_path / "recipe")
     engine = BlockAttentionEngine(model, recipe=tmp_path / "recipe")
     prompt = ["Halden is tall.", "It was built in 1931.", "How tall?"]
@@ -287,7 +285,7 @@ def test_recipe_is_read_once(model: BlockModel, tmp_path: Path) -> None:
         assert one.generate(prompt, max_new_tokens=1).stats.recipe == str(recipe_of(model))
 
 
-def test_one_load_a_batch(
+def test_a_recipe_is_loaded_once_per_batch(
     model: BlockModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe_of(model).save(tmp_path / "recipe")
@@ -305,7 +303,7 @@ def test_one_load_a_batch(
     assert read == [tmp_path / "recipe"]
 
 
-def test_a_given_recipe_is_taken(model: BlockModel, tmp_path: Path) -> None:
+def test_an_explicit_recipe_is_used(model: BlockModel, tmp_path: Path) -> None:
     store, recipe = open_store("memory:"), recipe_of(model, promote=1)
     recipe.save(tmp_path / "recipe")
     assert resolve_recipe(recipe, model, store) is recipe
@@ -324,7 +322,7 @@ def test_recipes_of_other_models_are_refused(model: BlockModel, stock: BlockMode
 
 
 def test_adapters_of_other_shapes_are_refused(model: BlockModel) -> None:
-    """Fingerprints are only text: shapes are compared too."""
+    """A fingerprint can be edited, so shapes are also compared."""
     layers = correction_of(model).layers
     short = [one._replace(weight=one.weight[:1], bias=one.bias[:1]) for one in layers]
     for wrong, expected in (
@@ -338,18 +336,18 @@ def test_adapters_of_other_shapes_are_refused(model: BlockModel) -> None:
             resolve_recipe(recipe, model, open_store("memory:"))
 
 
-def test_auto_takes_the_recipe_beside_database_and_store(model: BlockModel, tmp_path: Path) -> None:
+def test_auto_uses_the_recipe_of_the_database_or_store(model: BlockModel, tmp_path: Path) -> None:
     store = DirectoryStore(tmp_path / "db" / "kv")
     places = (tmp_path / "db", tmp_path / "db" / "kv", tmp_path / "elsewhere")
-    for promote, place in enumerate(places, 1):  # of lower rank first
+    for promote, place in enumerate(places, 1):  # in ascending order of precedence
         recipe_of(model, promote=promote).save(place / "recipe")
         folder = tmp_path / "elsewhere" if promote == 3 else None
         assert resolve_recipe("auto", model, store, folder).promote == promote
-    assert DirectoryStore(tmp_path / "db" / "kv").keys() is not None  # still a store
+    assert DirectoryStore(tmp_path / "db" / "kv").keys() is not None  # the folder remains a store
     assert resolve_recipe(None, model, store).promote == 2
 
 
-def test_auto_takes_the_recipe_in_the_models_folder(stock: BlockModel, tmp_path: Path) -> None:
+def test_auto_uses_the_recipe_in_the_models_folder(stock: BlockModel, tmp_path: Path) -> None:
     recipe_of(stock).save(tmp_path / "model" / "recipe")
     named = BlockModel(stock.hf_model, stock.tokenizer, name=str(tmp_path / "model"))
     assert resolve_recipe("auto", named, open_store("memory:")) == recipe_of(stock)
@@ -378,19 +376,19 @@ def test_stock_model_warns_once(stock: BlockModel, caplog: pytest.LogCaptureFixt
     assert "`blockattn-rag repair --model stock --passages FILE`" in record.getMessage()
 
 
-def test_the_line_about_a_stock_model_names_cost_gain_and_remedy(
+def test_the_stock_model_warning_names_cost_gain_and_remedy(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     plain = BlockModel(tiny_model("qwen2"), tiny_tokenizer(), name="plain")
     assert resolve_recipe("auto", plain, open_store("memory:")) == Recipe("head", recompute=0.1)
     [line] = caplog.messages
     assert "uses 'head+recompute:0.1', which computes 10 % of the passages' tokens again" in line
-    assert "keeps most" not in line  # depends on the model
+    assert "keeps most" not in line  # would not be true of every model
     for remedy in ("'fast'", "`blockattn-rag eval`", "`blockattn-rag repair --model plain"):
         assert remedy in line
 
 
-def test_auto_leaves_out_what_cannot_run(caplog: pytest.LogCaptureFixture) -> None:
+def test_auto_omits_settings_that_the_model_cannot_run(caplog: pytest.LogCaptureFixture) -> None:
     latent = new_model("latent")
     assert resolve_recipe("auto", latent, open_store("memory:")) == Recipe("head:4")
     assert "uses 'head:4', which costs nothing per answer" in caplog.text
@@ -420,7 +418,7 @@ def test_settings_have_a_text_form(stock: BlockModel, text: str, recipe: Recipe)
 @pytest.mark.parametrize(
     "text", ["", "fast+promote:1", "heads+bos", "head+", "recompute:", "promote:0.5", "recompute:x"]
 )
-def test_any_other_text_is_a_folder(stock: BlockModel, text: str) -> None:
+def test_any_other_text_is_interpreted_as_a_folder(stock: BlockModel, text: str) -> None:
     with pytest.raises(ValueError, match=r"Found no recipe at .*'head\+recompute:0.1'"):
         resolve_recipe(text, stock, open_store("memory:"))
 
@@ -432,7 +430,7 @@ def test_settings_out_of_range_are_refused(stock: BlockModel) -> None:
         resolve_recipe("auto", stock, open_store("memory:"), stock="my-recipe")
 
 
-def test_the_warning_of_a_database_names_its_own_repair(
+def test_the_warning_of_a_database_names_its_repair_command(
     stock: BlockModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     other = BlockModel(copy.deepcopy(stock.hf_model), tiny_tokenizer(), name="other")
@@ -468,7 +466,7 @@ def test_the_name_of_a_model_is_not_looked_up_in_the_current_directory(
     assert known_digests("auto", None, "smollm2") == known_digests(STOCK, None, "")
 
 
-def test_a_model_that_was_loaded_from_the_current_directory_has_its_recipe(
+def test_a_model_loaded_from_the_current_directory_uses_its_recipe(
     stock: BlockModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -479,7 +477,7 @@ def test_a_model_that_was_loaded_from_the_current_directory_has_its_recipe(
     assert resolve_recipe("auto", loaded, open_store("memory:")) == recipe_of(loaded)
 
 
-def test_recipes_outside_of_the_database_are_named_in_a_warning(
+def test_recipes_outside_of_the_database_cause_a_warning(
     stock: BlockModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = DirectoryStore(tmp_path / "shared" / "kv")
@@ -491,7 +489,7 @@ def test_recipes_outside_of_the_database_are_named_in_a_warning(
     place = tmp_path / "shared" / "recipe"
     assert f"uses the recipe that was found in {place}: head:4+adapter:" in record.getMessage()
     caplog.clear()
-    resolve_recipe("auto", stock, store, tmp_path / "shared")  # the database's own
+    resolve_recipe("auto", stock, store, tmp_path / "shared")  # the recipe of the database
     resolve_recipe(tmp_path / "shared" / "recipe", stock, store)
     assert not caplog.records
 
@@ -522,7 +520,7 @@ def test_damaged_recipes_outside_of_the_database_are_skipped(
     with pytest.raises(ValueError, match=message):
         resolve_recipe(place, stock, store)
     with pytest.raises(ValueError, match=message):
-        resolve_recipe("auto", stock, store, tmp_path)  # the database's own
+        resolve_recipe("auto", stock, store, tmp_path)  # the recipe of the database
 
 
 def test_recipes_outside_of_the_database_that_cannot_run_are_skipped(
@@ -555,6 +553,6 @@ def test_an_unreadable_recipe_of_the_database_is_an_error(
     store = open_store("memory:")
     with pytest.raises(PermissionError, match=message):
         resolve_recipe("auto", stock, store, tmp_path)
-    # The recipe next to a store that is not in this database may belong to someone else.
+    # A recipe next to a store outside of the database may belong to someone else.
     other = DirectoryStore(tmp_path / "kv")
     assert resolve_recipe("auto", stock, other).source == "stock model"

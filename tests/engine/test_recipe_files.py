@@ -1,4 +1,4 @@
-"""A recipe's folder is replaced as one unit, and nothing else is deleted."""
+"""Saving replaces the files of a recipe atomically and deletes nothing else."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ FILES = ["adapter.safetensors", "recipe.json"]
 
 @pytest.fixture(autouse=True)
 def fast_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Flushing to disk takes most of the time, and does not change what processes see."""
+    """Skip fsync, which is slow and does not affect what other processes see."""
     monkeypatch.setattr(os, "fsync", lambda _: None)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """All files below a folder."""
+    """Return the contents of all files below a folder."""
     found = (path for path in folder.rglob("*") if path.is_file())
     return {str(path.relative_to(folder)): path.read_bytes() for path in found}
 
 
 def names(folder: Path) -> list[str]:
-    """Names in a folder, without digests, except the empty lock file of a recipe."""
+    """Return the names in a folder, without digests and without the recipe's empty lock file."""
     lock = folder / ".lock"
     assert not lock.exists() or lock.read_bytes() == b""
     paths = (path for path in folder.iterdir() if path != lock)
@@ -53,11 +53,11 @@ def plot_in(folder: Path) -> Path:
 
 
 def is_complete(found: Recipe, *expected: Recipe) -> bool:
-    """Whether a recipe is one of several, with its own report."""
+    """Whether the recipe, including its report, equals one of the expected recipes."""
     return any(found == one and found.report == one.report for one in expected)
 
 
-def test_files_of_file_managers_stay(tmp_path: Path) -> None:
+def test_files_created_by_file_managers_are_kept(tmp_path: Path) -> None:
     PLAIN.save(tmp_path)
     (tmp_path / ".DS_Store").write_bytes(b"icons")
     NEW.save(tmp_path)
@@ -131,7 +131,7 @@ def similar_json(folder: Path) -> None:
         (similar_json, "is not a recipe of this package"),
     ],
 )
-def test_saving_deletes_no_file_that_is_not_its_own(
+def test_saving_deletes_no_foreign_files(
     tmp_path: Path, fill: Callable[[Path], None], message: str
 ) -> None:
     folder = tmp_path / "folder"
@@ -184,7 +184,7 @@ def test_saving_cleans_up_after_a_killed_writer(tmp_path: Path) -> None:
 def test_a_huge_json_file_is_refused_without_reading_it(tmp_path: Path) -> None:
     folder = tmp_path / "recipe"
     PLAIN.save(folder)
-    os.truncate(folder / "recipe.json", 1 << 40)  # a sparse file, which no machine could read
+    os.truncate(folder / "recipe.json", 1 << 40)  # a sparse file of 1 TiB
     with pytest.raises(ValueError, match=r"recipe.json is damaged: found more than 16 MiB"):
         Recipe.load(folder)
 
@@ -211,7 +211,7 @@ def interrupted(monkeypatch: pytest.MonkeyPatch, number: int, *, is_done: bool) 
             calls += 1
             if calls != number:
                 return call(*args, **options)
-            with suppress(OSError):  # an error that the caller expects
+            with suppress(OSError):  # raised by calls that fail anyway
                 if is_done and (opened := call(*args, **options)) is not None:
                     os.close(opened)
             raise KeyboardInterrupt
@@ -222,7 +222,7 @@ def interrupted(monkeypatch: pytest.MonkeyPatch, number: int, *, is_done: bool) 
         for name in STEPS:
             patched.setattr(os, name, wrapped(getattr(os, name)))
         yield
-        assert calls < number, "the interruption was swallowed"
+        assert calls < number, "KeyboardInterrupt was suppressed"
 
 
 @pytest.mark.parametrize("is_done", [False, True])
@@ -258,7 +258,7 @@ def test_an_interruption_leaves_the_old_or_the_new_recipe(
         assert [name for name in names(folder) if name.startswith(".")] == []
         assert names(folder.parent) == ["recipe"]
     else:
-        pytest.fail("the save never ended")
+        pytest.fail("No save completed")
     assert number > 5
     assert outcomes == {first.report["name"] if first else "none", second.report["name"]}
 
@@ -310,10 +310,10 @@ def test_an_unreadable_recipe_does_not_count_as_missing(
         Recipe.load(tmp_path)
 
 
-# -- at the same time ----------------------------------------------------------------------------
+# -- concurrency ---------------------------------------------------------------------------------
 
 
-def test_a_recipe_that_is_replaced_while_it_is_loaded(
+def test_a_recipe_replaced_during_loading_is_loaded_completely(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     OLD.save(tmp_path / "recipe")
@@ -333,7 +333,7 @@ def test_a_recipe_that_is_replaced_while_it_is_loaded(
     assert not others
 
 
-def test_loads_and_saves_at_the_same_time_see_complete_recipes(tmp_path: Path) -> None:
+def test_concurrent_loads_and_saves_return_complete_recipes(tmp_path: Path) -> None:
     folder = tmp_path / "recipe"
     PLAIN.save(folder)
     errors: list[BaseException] = []
@@ -375,7 +375,7 @@ def test_loads_and_saves_at_the_same_time_see_complete_recipes(tmp_path: Path) -
     assert names(tmp_path) == ["recipe"]
 
 
-def test_saving_gives_up_if_the_lock_stays_held(
+def test_saving_fails_if_the_lock_is_not_released(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(files, "LOCK_WARNING_S", 0.01, raising=False)

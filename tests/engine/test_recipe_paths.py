@@ -1,4 +1,4 @@
-"""With each recipe, every way to an answer gives what the oracle says."""
+"""Every path to an answer matches the oracle, with every recipe."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ def expected(recipe: Recipe, prompt: BlockPrompt, new: int = NEW) -> list[int]:
 
 
 @pytest.mark.parametrize("assembly", ["relay", "copy"])
-def test_answers_and_logits(engine: BlockAttentionEngine, assembly: Any) -> None:
+def test_answers_and_logits_match_the_oracle(engine: BlockAttentionEngine, assembly: Any) -> None:
     engine = with_settings(engine, assembly=assembly)
     for prompt in PROMPTS:
         answer = expected(engine.recipe, prompt)
-        for _ in range(2):  # computed, and reused
+        for _ in range(2):  # first computed, then reused
             found = engine.generate(prompt, max_new_tokens=NEW)
             assert found.token_ids == answer
         logits = engine.answer_logits(prompt, answer)
@@ -68,13 +68,13 @@ def test_answers_and_logits(engine: BlockAttentionEngine, assembly: Any) -> None
 
 
 @pytest.mark.parametrize("assembly", ["relay", "copy"])
-def test_batches(engine: BlockAttentionEngine, assembly: Any) -> None:
+def test_batches_match_the_oracle(engine: BlockAttentionEngine, assembly: Any) -> None:
     engine = with_settings(engine, assembly=assembly)
     found = engine.generate_batch(PROMPTS, max_new_tokens=NEW)
     assert [one.token_ids for one in found] == [expected(engine.recipe, p) for p in PROMPTS]
 
 
-def test_streams_and_event_loops(engine: BlockAttentionEngine) -> None:
+def test_streams_and_async_calls_match_the_oracle(engine: BlockAttentionEngine) -> None:
     answer = expected(engine.recipe, LONGEST)
     *_, last = engine.stream(LONGEST, max_new_tokens=NEW)
     assert last.generation is not None
@@ -88,7 +88,7 @@ def test_streams_and_event_loops(engine: BlockAttentionEngine) -> None:
     assert asyncio.run(both()) == [answer, answer]
 
 
-def test_conversations_that_grow_at_their_end(engine: BlockAttentionEngine) -> None:
+def test_growing_conversations_match_the_oracle(engine: BlockAttentionEngine) -> None:
     final = "How tall?"
     for turn in range(3):
         prompt = BlockPrompt((HEAD, A, B), final)
@@ -97,8 +97,8 @@ def test_conversations_that_grow_at_their_end(engine: BlockAttentionEngine) -> N
         final = f"{final}{found.text} And {turn}?"
 
 
-def test_int8_is_as_near_as_without_a_recipe(recipe: Recipe) -> None:
-    """Rounding differs, so logits are compared."""
+def test_int8_errors_are_no_larger_than_without_a_recipe(recipe: Recipe) -> None:
+    """Logits are compared instead of tokens, because rounding may change tokens."""
     engine = BlockAttentionEngine(MODEL, MemoryStore(1 << 28), recipe=recipe, kv_dtype="int8")
     oracle = RecipeOracle(MODEL, LONGEST, recipe)
     found = engine.answer_logits(LONGEST, [0])[-1].float()
@@ -107,10 +107,10 @@ def test_int8_is_as_near_as_without_a_recipe(recipe: Recipe) -> None:
     assert stats.int8_blocks == len(LONGEST.context) - recipe.promote
 
 
-def test_ingestion_before_the_question_makes_hits(engine: BlockAttentionEngine) -> None:
+def test_ingested_passages_are_hits(engine: BlockAttentionEngine) -> None:
     engine.encode([A, B, C, ONE])
     found = engine.generate(LONGEST, max_new_tokens=NEW)
-    assert found.stats.misses == 1  # the head
+    assert found.stats.misses == 1  # the text before the passages
     assert found.token_ids == expected(engine.recipe, LONGEST)
     assert found.stats.recipe == str(engine.recipe)
 

@@ -1,4 +1,4 @@
-"""Recomputed tokens in the engine: statistics, batches, and prompts with empty blocks."""
+"""Recomputed tokens in the engine: statistics, batch sizes and empty blocks."""
 
 from __future__ import annotations
 
@@ -41,31 +41,31 @@ def test_tokens_of_missing_passages_are_counted_once(
 ) -> None:
     lengths = [len(block.text) for block in PASSAGES]
     prompt = [SYSTEM, *PASSAGES]
-    engine.generate(BlockPrompt((SYSTEM,), QUESTION), max_new_tokens=1)  # kept in memory
+    engine.generate(BlockPrompt((SYSTEM,), QUESTION), max_new_tokens=1)  # keeps SYSTEM in memory
     engine.precompute(PASSAGES[:stored])
     stats = answer(engine, prompt, 1.0).stats
     head = len(engine.model.tokenizer.block_ids(SYSTEM, first=True))
-    # All passages are computed, whether they were stored or not.
+    # All tokens of all passages are computed, whether the passages were stored or not.
     assert (stats.hits, stats.misses) == (1 + stored, 2 - stored)
     assert stats.reused_tokens == head
     assert stats.computed_tokens == sum(lengths) + len(QUESTION)
 
 
-def test_recomputed_tokens_of_missing_passages_are_no_hits_lost(
+def test_recomputed_tokens_of_missing_passages_are_not_counted_twice(
     engine: BlockAttentionEngine,
 ) -> None:
     (found, missing), prompt = PASSAGES, [SYSTEM, *PASSAGES, PASSAGES[1]]
     engine.precompute([found])
     chosen = round(0.5 * (len(found.text) + 2 * len(missing.text)))
     first = answer(engine, prompt, 0.5).stats
-    again = answer(engine, prompt, 0.5).stats  # everything is stored
+    again = answer(engine, prompt, 0.5).stats  # with all blocks stored
     new = len(engine.model.tokenizer.block_ids(SYSTEM, first=True)) + len(missing.text)
     assert again.computed_tokens == chosen + len(QUESTION)
     assert new + len(QUESTION) < first.computed_tokens < again.computed_tokens + new
     assert first.prompt_tokens == again.prompt_tokens
 
 
-def test_an_empty_first_block_leaves_the_next_one_to_be_recomputed() -> None:
+def test_after_an_empty_first_block_all_passages_are_recomputed() -> None:
     tokenizer: Any = tiny_tokenizer(bos=False)
     tokenizer.backend_tokenizer.normalizer = normalizers.Replace("\u200b", "")
     recipe = Recipe("head:4", recompute=1.0)
@@ -79,7 +79,7 @@ def test_an_empty_first_block_leaves_the_next_one_to_be_recomputed() -> None:
 
 @pytest.fixture
 def contexts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, int]]]:
-    """For each batch from now on: the tokens of its contexts, and those of recomputed contexts
+    """Record, for each batch, the number of tokens in its contexts, and in all recomputed contexts
     that are in memory."""
     seen: list[tuple[int, int]] = []
     copies: WeakSet[BlockKV] = WeakSet()
@@ -93,7 +93,7 @@ def contexts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, int]]]
 
     monkeypatch.setattr(BlockModel, "cache_for", recorded)
     gc.collect()
-    gc.freeze()  # later collections skip the objects of earlier tests
+    gc.freeze()  # makes later collections skip the objects of earlier tests
     yield seen
     gc.unfreeze()
 
@@ -134,7 +134,7 @@ def test_contexts_without_recomputed_tokens_do_not_count(
     assert len(contexts) == 1
 
 
-def test_answers_of_a_failed_batch_are_counted_as_alone(
+def test_answers_of_a_failed_batch_are_counted_as_single_requests(
     engine: BlockAttentionEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompts = [BlockPrompt((SYSTEM, *PASSAGES), QUESTION + "?" * n) for n in range(3)]

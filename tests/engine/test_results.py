@@ -1,4 +1,4 @@
-"""Figures of an answer."""
+"""Statistics of answers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from blockattn_rag.engine.results import Clock, ReuseStats
 
 
-def test_figures_add_up() -> None:
+def test_statistics_are_consistent() -> None:
     stats = ReuseStats("block", hits=2, misses=1, reused_tokens=30, computed_tokens=12)
     assert stats.prompt_tokens == 42
     clock = Clock(began := time.perf_counter() - 10)
@@ -20,7 +20,7 @@ def test_figures_add_up() -> None:
     assert done.total_s > done.ttft_s
 
 
-def test_figures_of_several_requests_add_up() -> None:
+def test_statistics_of_several_requests_add_up() -> None:
     first = ReuseStats("block", 2, 1, 30, 12, ttft_s=0.5, total_s=1.0)
     second = ReuseStats("full", 1, 0, 10, 3, ttft_s=0.25, total_s=0.5)
     both = sum([first, second], ReuseStats("block"))

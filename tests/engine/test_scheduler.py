@@ -1,4 +1,4 @@
-"""One thread runs the model: who shares a batch, who leaves, who gets which error, how it ends."""
+"""The scheduler runs a model in one thread: batching, cancellation, errors and shutdown."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.holding import LONGEST_S
 
 
 class Model:
-    """Answers with the prompt's own text; ``gate`` holds it back until it is set."""
+    """Model that answers with the text of the prompt, once ``gate`` is set."""
 
     def __init__(self) -> None:
         self.batches: list[list[str]] = []
@@ -95,7 +95,7 @@ def astreamed(
 
 
 def keep_busy(scheduler: Scheduler, model: Model) -> PendingRequest:
-    """A request that the model answers until ``model.gate`` is set."""
+    """Occupy the model with a request until ``model.gate`` is set."""
     model.gate.clear()
     first = pending(model, "first")
     scheduler.submit(first)
@@ -110,19 +110,23 @@ async def started(model: Model) -> None:
 # -- batches ---------------------------------------------------------------------------------------
 
 
-async def test_calls_of_one_turn_share_a_batch(scheduler: Scheduler, model: Model) -> None:
+async def test_calls_of_one_loop_iteration_share_a_batch(
+    scheduler: Scheduler, model: Model
+) -> None:
     texts = [f"question {n}" for n in range(MAX_BATCH)]
     assert await asyncio.gather(*(ask(scheduler, model, text) for text in texts)) == texts
     assert model.batches == [texts]
 
 
-async def test_a_call_alone_waits_for_nobody(scheduler: Scheduler, model: Model) -> None:
+async def test_a_single_call_does_not_wait_for_others(scheduler: Scheduler, model: Model) -> None:
     assert await ask(scheduler, model, "alone") == "alone"
     assert await ask(scheduler, model, "again") == "again"
     assert model.batches == [["alone"], ["again"]]
 
 
-def test_busy_model_batches_what_comes(scheduler: Scheduler, model: Model) -> None:
+def test_requests_that_arrive_while_the_model_is_busy_share_a_batch(
+    scheduler: Scheduler, model: Model
+) -> None:
     first = keep_busy(scheduler, model)
     others = [pending(model, text) for text in "abc"]
     for one in others:
@@ -132,14 +136,16 @@ def test_busy_model_batches_what_comes(scheduler: Scheduler, model: Model) -> No
     assert model.batches == [["first"], ["a", "b", "c"]]
 
 
-def test_more_requests_than_a_batch_holds_are_several(scheduler: Scheduler, model: Model) -> None:
+def test_requests_beyond_the_batch_size_run_in_further_batches(
+    scheduler: Scheduler, model: Model
+) -> None:
     requests = [pending(model, str(n), max_batch=4) for n in range(10)]
     scheduler.submit(*requests)
     assert [one.result(LONGEST_S).text for one in requests] == [str(n) for n in range(10)]
     assert [len(batch) for batch in model.batches] == [4, 4, 2]
 
 
-def test_only_like_requests_share_a_batch(scheduler: Scheduler, model: Model) -> None:
+def test_only_requests_with_equal_options_share_a_batch(scheduler: Scheduler, model: Model) -> None:
     other = Model()
     requests = [
         pending(model, "a", top_k=1), pending(model, "b", top_k=2), pending(other, "c", top_k=1),
@@ -151,7 +157,9 @@ def test_only_like_requests_share_a_batch(scheduler: Scheduler, model: Model) ->
     assert other.batches == [["c"]]
 
 
-def test_unbatchable_requests_keep_order(scheduler: Scheduler, model: Model) -> None:
+def test_requests_that_cannot_share_a_batch_run_in_order(
+    scheduler: Scheduler, model: Model
+) -> None:
     model.shares = False
     requests = [pending(model, "a"), pending(model, "b", top_k=1), pending(model, "c")]
     scheduler.submit(*requests)
@@ -167,35 +175,37 @@ class Incomparable:
 
 
 @pytest.mark.parametrize("make", [Incomparable, lambda: torch.ones(2)])
-def test_uncomparable_options(scheduler: Scheduler, model: Model, make: Callable[[], Any]) -> None:
+def test_requests_with_incomparable_options_run_alone(
+    scheduler: Scheduler, model: Model, make: Callable[[], Any]
+) -> None:
     requests = [pending(model, text, bias=make()) for text in "ab"]
     scheduler.submit(*requests)
     assert [one.result(LONGEST_S).text for one in requests] == ["a", "b"]
     assert model.batches == [["a"], ["b"]]
 
 
-def test_jobs_run_between_answers(scheduler: Scheduler, model: Model) -> None:
+def test_jobs_run_in_order_with_requests(scheduler: Scheduler, model: Model) -> None:
     keep_busy(scheduler, model)
     job, last = Job(lambda: [*model.batches]), pending(model, "last")
     scheduler.submit(job)
     scheduler.submit(last)
     model.gate.set()
     assert last.result(LONGEST_S).text == "last"
-    assert job.result(LONGEST_S) == [["first"]]  # between the two
+    assert job.result(LONGEST_S) == [["first"]]  # ran between the two
 
 
-def test_a_group_waits_for_all_its_calls_under_way(scheduler: Scheduler, model: Model) -> None:
+def test_a_group_waits_for_all_its_running_calls(scheduler: Scheduler, model: Model) -> None:
     options: dict[str, Any] = {"top_k": 1}
     group = Group(options, calls=3, at_once=3)
     submitted = threading.Barrier(3, timeout=LONGEST_S)
 
     def call(text: str | None) -> str | None:
         with group.call():
-            if text is None:  # its answer was in a cache
+            if text is None:  # simulates a cached answer
                 return None
             joined = Group.of_this_call(options)
             assert joined is group
-            assert Group.of_this_call({}) is None  # a call with other options, inside this one
+            assert Group.of_this_call({}) is None  # a nested call with other options
             request = pending(model, text, group=joined, **options)
             scheduler.submit(request)
             submitted.wait()
@@ -205,7 +215,7 @@ def test_a_group_waits_for_all_its_calls_under_way(scheduler: Scheduler, model: 
     for thread in threads:
         thread.start()
     submitted.wait()
-    outsider = pending(model, "c")  # is not kept waiting by the group
+    outsider = pending(model, "c")  # does not wait for the group
     scheduler.submit(outsider)
     assert outsider.result(LONGEST_S).text == "c"
     assert model.batches == [["c"]]
@@ -215,7 +225,7 @@ def test_a_group_waits_for_all_its_calls_under_way(scheduler: Scheduler, model: 
     assert sorted(model.batches[1]) == ["a", "b"]
 
 
-def test_dissolved_group_waits_no_more(scheduler: Scheduler, model: Model) -> None:
+def test_a_closed_group_no_longer_waits(scheduler: Scheduler, model: Model) -> None:
     group = Group(None, calls=3, at_once=3)
     first = pending(model, "a", group=group)
     scheduler.submit(first)
@@ -226,7 +236,9 @@ def test_dissolved_group_waits_no_more(scheduler: Scheduler, model: Model) -> No
 # -- errors ----------------------------------------------------------------------------------------
 
 
-def test_batch_error_reaches_open_requests(scheduler: Scheduler, model: Model) -> None:
+def test_a_batch_error_is_raised_by_its_unfinished_requests(
+    scheduler: Scheduler, model: Model
+) -> None:
     good, bad, behind = requests = [pending(model, text) for text in ("good", "bad", "behind")]
     scheduler.submit(*requests)
     assert good.result(LONGEST_S).text == "good"
@@ -235,7 +247,7 @@ def test_batch_error_reaches_open_requests(scheduler: Scheduler, model: Model) -
             one.result(LONGEST_S)
 
 
-async def test_prompt_error_reaches_its_call(scheduler: Scheduler, model: Model) -> None:
+async def test_a_prompt_error_is_raised_by_its_call(scheduler: Scheduler, model: Model) -> None:
     def fail() -> BlockPrompt:
         raise KeyError("no tokenizer")
 
@@ -244,12 +256,12 @@ async def test_prompt_error_reaches_its_call(scheduler: Scheduler, model: Model)
     assert await ask(scheduler, model, "next") == "next"
 
 
-async def test_an_error_that_no_task_can_hold_is_named(scheduler: Scheduler, model: Model) -> None:
+async def test_a_stop_iteration_error_is_wrapped(scheduler: Scheduler, model: Model) -> None:
     with pytest.raises(RuntimeError, match="raised StopIteration"):
         await asyncio.wait_for(ask(scheduler, model, lambda: next(iter(()))), LONGEST_S)
 
 
-async def test_a_thread_that_cannot_be_started_is_an_error_and_the_next_call_tries_again(
+async def test_a_failed_thread_start_raises_and_the_next_call_retries(
     scheduler: Scheduler, model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> None:
@@ -262,10 +274,12 @@ async def test_a_thread_that_cannot_be_started_is_an_error_and_the_next_call_tri
     assert await asyncio.wait_for(ask(scheduler, model, "next"), LONGEST_S) == "next"
 
 
-# -- leaving ---------------------------------------------------------------------------------------
+# -- cancellation ----------------------------------------------------------------------------------
 
 
-def test_batching_error_spares_other_requests(scheduler: Scheduler, model: Model) -> None:
+def test_an_error_while_batching_does_not_affect_other_requests(
+    scheduler: Scheduler, model: Model
+) -> None:
     first = keep_busy(scheduler, model)
     requests = [pending(model, text) for text in ("bad size", "good")]
     requests[0].max_batch = 4.5  # type: ignore[assignment]  # no slice has such an end
@@ -276,7 +290,7 @@ def test_batching_error_spares_other_requests(scheduler: Scheduler, model: Model
     assert [one.result(LONGEST_S).text for one in (first, requests[1])] == ["first", "good"]
 
 
-def test_a_caller_whose_time_is_up_leaves(scheduler: Scheduler, model: Model) -> None:
+def test_a_caller_that_times_out_leaves(scheduler: Scheduler, model: Model) -> None:
     model.gate.clear()
     first, waiting = pending(model, "first"), pending(model, "waiting", top_k=1)
     scheduler.submit(first, waiting)
@@ -293,7 +307,7 @@ def test_a_caller_whose_time_is_up_leaves(scheduler: Scheduler, model: Model) ->
     assert model.left == [[True], [False]]
 
 
-async def test_cancel_leaves_other_answers(scheduler: Scheduler, model: Model) -> None:
+async def test_cancelling_does_not_affect_other_answers(scheduler: Scheduler, model: Model) -> None:
     model.gate.clear()
     calls = [asyncio.create_task(ask(scheduler, model, text)) for text in "ab"]
     await started(model)
@@ -305,12 +319,14 @@ async def test_cancel_leaves_other_answers(scheduler: Scheduler, model: Model) -
     assert model.left == [[True, False]]
 
 
-async def test_cancelled_waiting_call_never_runs(scheduler: Scheduler, model: Model) -> None:
+async def test_a_call_cancelled_while_waiting_never_runs(
+    scheduler: Scheduler, model: Model
+) -> None:
     model.gate.clear()
     first = asyncio.create_task(ask(scheduler, model, "first"))
     await started(model)
     waiting = [asyncio.create_task(ask(scheduler, model, text)) for text in ("left", "stays")]
-    await asyncio.sleep(0)  # the loop's next turn submits them
+    await asyncio.sleep(0)  # submitted in the next iteration of the loop
     waiting[0].cancel()
     await asyncio.wait(waiting[:1])
     model.gate.set()
@@ -319,7 +335,7 @@ async def test_cancelled_waiting_call_never_runs(scheduler: Scheduler, model: Mo
     assert model.batches == [["first"], ["stays"]]
 
 
-def test_closed_stream_leaves_the_batch(scheduler: Scheduler, model: Model) -> None:
+def test_closing_a_stream_leaves_the_batch(scheduler: Scheduler, model: Model) -> None:
     chunks = list(streamed(scheduler, pending(model, "abc")))
     assert [chunk.text for chunk in chunks] == ["a", "b", "c", ""]
     assert chunks[-1].generation is not None
@@ -332,7 +348,7 @@ def test_closed_stream_leaves_the_batch(scheduler: Scheduler, model: Model) -> N
         list(streamed(scheduler, pending(model, "bad")))
 
 
-async def test_an_asynchronous_stream_does_the_same(scheduler: Scheduler, model: Model) -> None:
+async def test_closing_an_async_stream_leaves_the_batch(scheduler: Scheduler, model: Model) -> None:
     chunks = [chunk async for chunk in astreamed(scheduler, pending(model, "abc"))]
     assert [chunk.text for chunk in chunks] == ["a", "b", "c", ""]
     request = pending(model, "abc")
@@ -344,7 +360,7 @@ async def test_an_asynchronous_stream_does_the_same(scheduler: Scheduler, model:
             pass
 
 
-def test_a_caller_whose_event_loop_is_closed_has_left(scheduler: Scheduler, model: Model) -> None:
+def test_callers_leave_when_their_event_loop_closes(scheduler: Scheduler, model: Model) -> None:
     request = pending(model, "abc")
     stream = astreamed(scheduler, request)
     loop = asyncio.new_event_loop()
@@ -370,7 +386,9 @@ def test_a_caller_whose_event_loop_is_closed_has_left(scheduler: Scheduler, mode
 # -- threads ---------------------------------------------------------------------------------------
 
 
-async def test_prompt_sees_context_variables(scheduler: Scheduler, model: Model) -> None:
+async def test_prompts_are_built_with_the_callers_context_variables(
+    scheduler: Scheduler, model: Model
+) -> None:
     user: ContextVar[str] = ContextVar("user")
 
     async def call(name: str) -> str:
@@ -407,10 +425,10 @@ def test_loops_of_several_threads_share_one_queue(scheduler: Scheduler, model: M
     assert sorted(found) == [str(n) for n in range(8)]
 
 
-def test_nested_call_runs_at_once(scheduler: Scheduler, model: Model) -> None:
+def test_a_nested_call_runs_immediately(scheduler: Scheduler, model: Model) -> None:
     def ask_inside() -> tuple[str, int]:
         inner = pending(model, "inner")
-        scheduler.submit(inner)  # in the queue it would wait for this very job
+        scheduler.submit(inner)  # would deadlock if it were queued behind this job
         return inner.result(LONGEST_S).text, threading.get_ident()
 
     job = Job(ask_inside)
@@ -436,14 +454,14 @@ def test_idle_model_runs_in_the_main_thread(scheduler: Scheduler) -> None:
         thread = threading.Thread(target=ask_here)
         thread.start()
         thread.join(LONGEST_S)
-    ask_here()  # the other thread has not ended yet, but nothing waits for it
+    ask_here()  # the model's thread has not exited yet, but is idle
     here, other, *again = found
     assert here is threading.main_thread()
     assert other.name == "blockattn-model"
     assert again == [other, here]
 
 
-def test_main_thread_waits_its_turn(scheduler: Scheduler, model: Model) -> None:
+def test_the_main_thread_waits_for_earlier_requests(scheduler: Scheduler, model: Model) -> None:
     first, second = keep_busy(scheduler, model), pending(model, "second", top_k=1)
     scheduler.submit(second)
     soon = threading.Timer(0.05, model.gate.set)
@@ -454,7 +472,7 @@ def test_main_thread_waits_its_turn(scheduler: Scheduler, model: Model) -> None:
     assert [one.result(LONGEST_S).text for one in (first, second)] == ["first", "second"]
 
 
-def test_main_thread_batches_alike(scheduler: Scheduler, model: Model) -> None:
+def test_the_main_thread_also_forms_batches(scheduler: Scheduler, model: Model) -> None:
     requests = [pending(model, str(n), max_batch=4, top_k=2 if n == 1 else 3) for n in range(7)]
     answers = scheduler.submit_and_wait(*requests)
     assert [answer.text for answer in answers] == [str(n) for n in range(7)]
@@ -462,7 +480,9 @@ def test_main_thread_batches_alike(scheduler: Scheduler, model: Model) -> None:
 
 
 @pytest.mark.parametrize("in_main_thread", [True, False])
-def test_drops_after_an_error(scheduler: Scheduler, model: Model, in_main_thread: bool) -> None:
+def test_requests_are_released_after_an_error(
+    scheduler: Scheduler, model: Model, in_main_thread: bool
+) -> None:
     requests = [pending(model, text, max_batch=1) for text in ("good", "bad", "late")]
 
     def ask_all() -> None:

@@ -1,4 +1,4 @@
-"""Stop strings end answers: in the answer alone, whatever the prompt ends in."""
+"""Stop strings end answers, and are not matched in the prompt."""
 
 from __future__ import annotations
 
@@ -44,13 +44,15 @@ MODE = pytest.mark.parametrize("mode", ["block", "full"])
 
 @HOW
 @MODE
-def test_stop_string_in_prompt_is_none(engine: BlockAttentionEngine, how: str, mode: str) -> None:
+def test_a_stop_string_in_the_prompt_is_ignored(
+    engine: BlockAttentionEngine, how: str, mode: str
+) -> None:
     free = answers(engine, how, mode=mode)
     stop = [f"?{text[:2]}" for text, _, _ in free]
     assert answers(engine, how, mode=mode, stop=stop) == free
 
 
-def test_prompt_words_do_not_stop_the_answer(engine: BlockAttentionEngine) -> None:
+def test_stop_strings_do_not_span_prompt_and_answer(engine: BlockAttentionEngine) -> None:
     told = says(" height is 214.")
     found = engine.generate([A, "How tall? Answer: The"], stop=["The he"], **told)
     assert (found.text, found.finish_reason) == (" height is 214.", "stop")
@@ -67,7 +69,7 @@ def test_ends_with_the_completing_token(engine: BlockAttentionEngine, how: str, 
         assert found == (whole, ids[: NEW if at < 0 else at + len(stop)], end)
 
 
-def test_an_answer_computes_no_token_after_its_stop_string(engine: BlockAttentionEngine) -> None:
+def test_no_token_is_computed_after_a_stop_string(engine: BlockAttentionEngine) -> None:
     class Steps(LogitsProcessor):
         count = 0
 
@@ -82,7 +84,7 @@ def test_an_answer_computes_no_token_after_its_stop_string(engine: BlockAttentio
     assert steps.count == text.index(text[3:6]) + 3
 
 
-def test_stop_strings_of_transformers_are_stop(engine: BlockAttentionEngine) -> None:
+def test_stop_strings_is_an_alias_of_stop(engine: BlockAttentionEngine) -> None:
     (text, _, _), *_ = free = answers(engine, "alone")
     stop = text[3:6]
     expected = answers(engine, "alone", stop=stop)
@@ -138,5 +140,5 @@ def test_a_drafted_answer_ends_at_its_stop_string(engine: BlockAttentionEngine) 
 
 
 @pytest.mark.parametrize("stop", ["", [], None])
-def test_an_empty_stop_stops_nothing(engine: BlockAttentionEngine, stop: Any) -> None:
+def test_an_empty_stop_list_has_no_effect(engine: BlockAttentionEngine, stop: Any) -> None:
     assert answers(engine, "alone", stop=stop) == answers(engine, "alone")

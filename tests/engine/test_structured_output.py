@@ -1,4 +1,4 @@
-"""Answers follow their grammar, however they are asked for and computed."""
+"""Answers follow their grammar for every kind of request and on every path."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_an_answer_is_what_the_schema_says(engine: BlockAttentionEngine, way: str) -> None:
+def test_an_answer_follows_its_schema(engine: BlockAttentionEngine, way: str) -> None:
     answer = engine.generate(A, response_format=by_schema(), max_new_tokens=NEW, **WAYS[way])
     assert answer.finish_reason == "stop"
     validate(answer.json(), SCHEMA)
@@ -59,7 +59,7 @@ def test_an_answer_is_what_the_schema_says(engine: BlockAttentionEngine, way: st
     assert not set(answer.token_ids[:-1]) & engine.model.end_token_ids
 
 
-def test_a_schema_holds_over_copied_blocks(engine: BlockAttentionEngine) -> None:
+def test_a_schema_is_enforced_on_the_copy_path(engine: BlockAttentionEngine) -> None:
     engine = with_settings(engine, assembly="copy")
     answer = engine.generate(A, response_format=by_schema(), max_new_tokens=NEW)
     validate(answer.json(), SCHEMA)
@@ -92,7 +92,7 @@ def test_rows_have_their_own_grammar(engine: BlockAttentionEngine, batch_sizes: 
     assert together[1] in OTHER["choice"]
 
 
-def test_streams_and_event_loops_follow_it(engine: BlockAttentionEngine) -> None:
+def test_streams_and_async_calls_follow_the_grammar(engine: BlockAttentionEngine) -> None:
     options: dict[str, Any] = {"response_format": by_schema(), "max_new_tokens": NEW}
     text = engine.generate(A, **options).text
     assert "".join(chunk.text for chunk in engine.stream(A, **options)) == text
@@ -104,7 +104,7 @@ def test_streams_and_event_loops_follow_it(engine: BlockAttentionEngine) -> None
     assert asyncio.run(both()) == [text, text]
 
 
-def test_cut_answer_is_no_object(engine: BlockAttentionEngine) -> None:
+def test_an_answer_that_was_cut_off_raises(engine: BlockAttentionEngine) -> None:
     stopped = engine.generate(A, response_format=by_schema(), stop=["kind"], max_new_tokens=NEW)
     cut = engine.generate(A, response_format=by_schema(), max_new_tokens=9)
     assert (stopped.finish_reason, cut.finish_reason) == ("stop", "length")
@@ -124,7 +124,7 @@ def test_invalid_schema_is_refused_first(engine: BlockAttentionEngine) -> None:
     assert engine.generate(A, response_format=by_schema(), max_new_tokens=NEW).json()
 
 
-def test_one_that_is_refused_leaves_its_batch_alone(engine: BlockAttentionEngine) -> None:
+def test_a_refused_grammar_does_not_affect_its_batch(engine: BlockAttentionEngine) -> None:
     with holding() as held:
         busy = engine.submit(["held"], max_new_tokens=2)
         held.wait_for_token()
@@ -137,7 +137,7 @@ def test_one_that_is_refused_leaves_its_batch_alone(engine: BlockAttentionEngine
         bad.result(LONGEST_S)
 
 
-def test_other_settings_that_leave_no_token_are_an_error(engine: BlockAttentionEngine) -> None:
+def test_settings_that_forbid_every_token_raise(engine: BlockAttentionEngine) -> None:
     letters = engine.model.tokenizer.tokenizer.convert_tokens_to_ids(list("yn"))
     with pytest.raises(GrammarError, match="No token is left"):
         engine.generate(A, structured_outputs=OTHER, suppress_tokens=letters)
@@ -148,15 +148,17 @@ def test_a_grammar_needs_an_end(engine: BlockAttentionEngine) -> None:
         engine.generate(A, structured_outputs=OTHER, eos_token_id=[])
 
 
-def test_another_end_is_taken(engine: BlockAttentionEngine) -> None:
+def test_another_end_token_is_accepted(engine: BlockAttentionEngine) -> None:
     bang, s = engine.model.tokenizer.tokenizer.convert_tokens_to_ids(["!", "s"])
     answer = engine.generate(A, structured_outputs=OTHER, eos_token_id=bang)
     assert answer.text in ("yes!", "no!")
-    with pytest.raises(GrammarError, match="No token is left"):  # it would end the answer too soon
+    with pytest.raises(GrammarError, match="No token is left"):  # ending here would be premature
         engine.generate(A, structured_outputs={"choice": ["yes"]}, eos_token_id=s)
 
 
-def test_extra_is_required(engine: BlockAttentionEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_extra_is_reported(
+    engine: BlockAttentionEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(ImportError, match=r"Structured output needs llguidance.*\[structured\]"):
         engine.generate(A, structured_outputs={"regex": "[a-c]{3}"})

@@ -1,4 +1,4 @@
-"""Tails: a conversation computes what is new to it, and its answers are those of computing all."""
+"""Tails: later turns only compute new tokens, and their answers do not change."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ assemblies = pytest.mark.parametrize("assembly", ["relay", "copy"])
 
 
 LETTERS = 94
-"""The first tokens of the tests' tokenizer: what can be seen of ASCII."""
+"""Number of printable ASCII characters, which are the first tokens of the test tokenizer."""
 
 
 def readable(model: BlockModel) -> BlockModel:
-    """The model, whose answers are letters: a token each, in the next prompt too."""
+    """Restrict answers to printable characters: one token each, also in the next prompt."""
     model.config.block_attention = {"tuned": True}
     model.hf_model.generation_config.suppress_tokens = [*range(LETTERS, VOCABULARY)]
     return model
 
 
 class Logits(LogitsProcessor):
-    """The logits of letters before each token of the last answer."""
+    """Records the logits of ``LETTERS`` for each token of the last answer."""
 
     def __init__(self) -> None:
         self._seen: list[Tensor] = []
@@ -63,7 +63,7 @@ class Logits(LogitsProcessor):
 
 @pytest.fixture
 def logits(monkeypatch: pytest.MonkeyPatch) -> Logits:
-    """Of every answer from now on. The option of ``generate`` would switch tails off."""
+    """Record logits of all answers. The option ``logits_processor`` would disable tails."""
     seen, original = Logits(), GenerationMixin.generate
 
     def generate(*args: Any, **given: Any) -> Any:
@@ -80,7 +80,7 @@ def model() -> BlockModel:
 
 @pytest.fixture
 def plain(model: BlockModel) -> BlockAttentionEngine:
-    """An engine that keeps no tails."""
+    """An engine without tails."""
     return BlockAttentionEngine(model, resident_bytes=0)
 
 
@@ -91,7 +91,7 @@ def kept(engine: BlockAttentionEngine) -> list[Any]:
 def turns(
     engine: BlockAttentionEngine, context: list[str], name: str = "", **options: Any
 ) -> Iterator[tuple[list[str], Generation]]:
-    """A conversation: each prompt, and its answer, which the next prompt holds."""
+    """Yield the prompts and answers of a conversation. Each prompt contains the earlier answers."""
     final = name
     for question in QUESTIONS:
         final += question
@@ -101,13 +101,13 @@ def turns(
 
 
 def new_tokens(turn: int) -> int:
-    """What a turn computes at least: its question, and the last token of the answer before."""
+    """Minimum of computed tokens: the question, and the last token of the previous answer."""
     return len(QUESTIONS[turn]) + (turn > 0)
 
 
 @assemblies
 @pytest.mark.parametrize("context", [[], [HEAD], CONTEXT], ids=len)
-def test_a_turn_computes_what_is_new_and_gives_the_answer_of_computing_all(
+def test_a_turn_only_computes_new_tokens_and_gives_the_same_answer(
     engine: BlockAttentionEngine,
     plain: BlockAttentionEngine,
     logits: Logits,
@@ -130,18 +130,20 @@ def test_a_turn_computes_what_is_new_and_gives_the_answer_of_computing_all(
         if turn:
             assert answer.stats.computed_tokens == new_tokens(turn)
             assert expected.stats.computed_tokens == len(ids.final)
-    assert len(kept(engine)) == 1  # what goes on takes the place of what it goes on from
+    assert len(kept(engine)) == 1  # a longer tail replaces the one that it extends
     assert not kept(plain)
 
 
-def test_a_question_asked_again_computes_its_last_token(engine: BlockAttentionEngine) -> None:
+def test_a_repeated_question_only_computes_its_last_token(engine: BlockAttentionEngine) -> None:
     first, again = (engine.generate([*CONTEXT, "Who?"], max_new_tokens=NEW) for _ in range(2))
     assert again.token_ids == first.token_ids
     assert again.stats.computed_tokens == 1
     assert len(kept(engine)) == 1
 
 
-def test_recomputes_changed_turn(engine: BlockAttentionEngine, plain: BlockAttentionEngine) -> None:
+def test_a_changed_turn_is_recomputed(
+    engine: BlockAttentionEngine, plain: BlockAttentionEngine
+) -> None:
     answer = engine.generate([*CONTEXT, "Who?"], max_new_tokens=NEW)
     for rest in (f"{answer.text[:3]} Or where?", " Tell."):
         prompt = [*CONTEXT, "Who?" + rest]
@@ -164,14 +166,14 @@ def test_recomputes_changed_turn(engine: BlockAttentionEngine, plain: BlockAtten
     ],
     ids=str,
 )
-def test_another_context_or_another_way_to_attend_takes_no_tail(
+def test_a_different_context_recipe_or_assembly_uses_no_tail(
     engine: BlockAttentionEngine, plain: BlockAttentionEngine, change: dict[str, Any]
 ) -> None:
     options: dict[str, Any] = dict(change)
     context = options.pop("context", CONTEXT)
     if options.get("recipe") == "adapter":
         options["recipe"] = recipe_of(engine.model)
-    engine.generate([*context, "~"], max_new_tokens=1, **options)  # its blocks are there
+    engine.generate([*context, "~"], max_new_tokens=1, **options)  # stores the blocks
     engine.generate([*CONTEXT, "How tall is it?"], max_new_tokens=NEW)
     prompt = [*context, "How tall is it?"]
     found = engine.generate(prompt, max_new_tokens=NEW, **options)
@@ -181,7 +183,7 @@ def test_another_context_or_another_way_to_attend_takes_no_tail(
 
 
 def test_autocast_leaves_no_tail(engine: BlockAttentionEngine) -> None:
-    assert engine.model.fingerprint  # is known before, and does not tell of autocast
+    assert engine.model.fingerprint  # computed before autocast, which does not change it
     with torch.autocast("cpu", dtype=torch.bfloat16):
         engine.generate(["How tall?"], max_new_tokens=NEW)
     assert not kept(engine)
@@ -196,7 +198,7 @@ def test_autocast_leaves_no_tail(engine: BlockAttentionEngine) -> None:
     ],
     ids=str,
 )
-def test_answers_that_are_computed_otherwise_neither_leave_tails_nor_take_any(
+def test_requests_with_special_options_neither_leave_nor_use_tails(
     engine: BlockAttentionEngine, plain: BlockAttentionEngine, options: dict[str, Any]
 ) -> None:
     prompt = [*CONTEXT, "How tall?"]
@@ -210,8 +212,8 @@ def test_answers_that_are_computed_otherwise_neither_leave_tails_nor_take_any(
     assert kept(engine) == before
 
 
-def test_a_batch_neither_leaves_tails_nor_takes_any() -> None:
-    model = BlockModel(tiny_model(), tiny_tokenizer())  # whose settings let prompts share a batch
+def test_batches_neither_leave_nor_use_tails() -> None:
+    model = BlockModel(tiny_model(), tiny_tokenizer())  # has no settings that prevent batching
     engine, plain = (
         BlockAttentionEngine(model, recipe="head:4", resident_bytes=n) for n in (1 << 30, 0)
     )
@@ -248,7 +250,7 @@ def test_windows_leave_no_tail(family: str, setting: dict[str, Any], context: li
 
 @pytest.mark.parametrize("family", ["mistral, sliding window", "gemma3"])
 @pytest.mark.parametrize("assembly", ["relay", "copy"])
-def test_windows_keep_a_tail_where_blocks_are_read_in_place(family: str, assembly: Any) -> None:
+def test_windows_leave_a_tail_if_blocks_are_read_in_place(family: str, assembly: Any) -> None:
     kind, config = SUPPORTED[family]
     model = readable(BlockModel(tiny_model(kind, **config), tiny_tokenizer()))
     engine, plain = (
@@ -259,7 +261,9 @@ def test_windows_keep_a_tail_where_blocks_are_read_in_place(family: str, assembl
     assert bool(kept(engine)) == (assembly == "relay")
 
 
-def test_goes_on_after_stop(engine: BlockAttentionEngine, plain: BlockAttentionEngine) -> None:
+def test_a_conversation_continues_after_a_stop_string(
+    engine: BlockAttentionEngine, plain: BlockAttentionEngine
+) -> None:
     whole = plain.generate([*CONTEXT, "How tall?"], max_new_tokens=NEW).text
     stop = whole[3:5]
     cut = engine.generate([*CONTEXT, "How tall?"], max_new_tokens=NEW, stop=[stop])
@@ -267,10 +271,13 @@ def test_goes_on_after_stop(engine: BlockAttentionEngine, plain: BlockAttentionE
     prompt = [*CONTEXT, f"How tall?{cut.text} When?"]
     found = engine.generate(prompt, max_new_tokens=NEW)
     assert found.token_ids == plain.generate(prompt, max_new_tokens=NEW).token_ids
-    assert found.stats.computed_tokens == len(" When?")  # the stop string came after the text
+    # The tail ends before the stop string, which is not part of the text.
+    assert found.stats.computed_tokens == len(" When?")
 
 
-def test_goes_on_after_stream(engine: BlockAttentionEngine, plain: BlockAttentionEngine) -> None:
+def test_a_conversation_continues_after_a_closed_stream(
+    engine: BlockAttentionEngine, plain: BlockAttentionEngine
+) -> None:
     stream = engine.stream([*CONTEXT, "How tall?"], max_new_tokens=1000)
     text = next(stream).text
     stream.close()
@@ -280,7 +287,9 @@ def test_goes_on_after_stream(engine: BlockAttentionEngine, plain: BlockAttentio
     assert found.stats.computed_tokens <= len(" When?") + 1
 
 
-def test_every_chat_has_a_tail(engine: BlockAttentionEngine, plain: BlockAttentionEngine) -> None:
+def test_every_conversation_has_its_own_tail(
+    engine: BlockAttentionEngine, plain: BlockAttentionEngine
+) -> None:
     both = [turns(engine, CONTEXT, name) for name in ("one: ", "two: ")]
     for turn in range(len(QUESTIONS)):
         for prompt, answer in map(next, both):
@@ -289,7 +298,9 @@ def test_every_chat_has_a_tail(engine: BlockAttentionEngine, plain: BlockAttenti
     assert len(kept(engine)) == 2
 
 
-def test_threads_share_tails(engine: BlockAttentionEngine, plain: BlockAttentionEngine) -> None:
+def test_concurrent_conversations_use_tails(
+    engine: BlockAttentionEngine, plain: BlockAttentionEngine
+) -> None:
     def talk(name: str) -> list[tuple[list[str], Generation]]:
         return list(turns(engine, CONTEXT, name))
 
@@ -299,7 +310,7 @@ def test_threads_share_tails(engine: BlockAttentionEngine, plain: BlockAttention
         assert answer.token_ids == plain.generate(prompt, max_new_tokens=NEW).token_ids
 
 
-def test_tails_take_their_share_of_the_memory_and_the_oldest_goes_first(model: BlockModel) -> None:
+def test_tails_are_limited_and_the_least_recently_used_is_evicted(model: BlockModel) -> None:
     question = "How tall is it?"
     tail = (len(question) + NEW - 1) * model.bytes_per_token
     engine = BlockAttentionEngine(model, resident_bytes=SHARE * 2 * tail)
@@ -312,14 +323,14 @@ def test_tails_take_their_share_of_the_memory_and_the_oldest_goes_first(model: B
         computed(name)
     assert sum(one.nbytes for one in kept(engine)) == 2 * tail
     assert computed("b") == 1
-    assert computed("a") == len(question)  # in whose place c is gone, which was used before b
+    assert computed("a") == len(question)  # evicted c, which was used before b
     assert [computed(name) for name in ("b", "a")] == [1, 1]
-    assert computed("c", " " * 2 * len(question)) > 1  # too large a tail: it drives out nothing
+    assert computed("c", " " * 2 * len(question)) > 1  # too large to keep, so nothing is evicted
     assert [computed(name) for name in ("b", "a")] == [1, 1]
 
 
 @assemblies
-def test_a_tail_holds_no_memory_but_its_own(engine: BlockAttentionEngine, assembly: Any) -> None:
+def test_a_tail_keeps_no_other_memory_alive(engine: BlockAttentionEngine, assembly: Any) -> None:
     engine = with_settings(engine, assembly=assembly)
     for _ in turns(engine, CONTEXT):
         pass
@@ -329,7 +340,7 @@ def test_a_tail_holds_no_memory_but_its_own(engine: BlockAttentionEngine, assemb
         assert states.untyped_storage().nbytes() == states.nbytes
 
 
-def test_tails_stay_in_memory(model: BlockModel, tmp_path: Path) -> None:
+def test_tails_are_not_stored(model: BlockModel, tmp_path: Path) -> None:
     engine = BlockAttentionEngine(model, tmp_path / "kv")
     said = [prompt[-1] for prompt, _ in turns(engine, CONTEXT)]
     assert len(list(engine.store.keys())) == len(CONTEXT)

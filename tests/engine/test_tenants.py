@@ -1,4 +1,4 @@
-"""Namespaces and read-only engines: what one tenant stores changes nothing for another."""
+"""Namespaces and read-only engines: tenants do not affect each other."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def of_tenant(
 # -- identity ----------------------------------------------------------------------------------
 
 
-def test_a_block_is_known_by_what_a_server_can_compute(model: BlockModel, store: KVStore) -> None:
+def test_blocks_are_identified_by_their_tokens(model: BlockModel, store: KVStore) -> None:
     fetcher = of_tenant(model, store, "one")
     kv = fetch(fetcher, [A, B]).blocks[1]
     ids = model.tokenizer.block_ids(B, first=False)
@@ -53,14 +53,16 @@ def test_a_block_is_known_by_what_a_server_can_compute(model: BlockModel, store:
     assert (kv.token_ids.tolist(), kv.namespace, kv.handle) == (ids, "one", B.handle)
 
 
-def test_texts_of_equal_token_ids_share_an_entry(model: BlockModel, store: KVStore) -> None:
+def test_texts_with_equal_token_ids_share_an_entry(model: BlockModel, store: KVStore) -> None:
     fetcher = of_tenant(model, store, "")
     ingest(fetcher, [Block("ab", BlockTemplate(after="c"))])
     assert found(fetch(fetcher, [A, Block("a", BlockTemplate(after="bc")), Block("abc")])) == (2, 1)
     assert ingest(fetcher, [Block("abc")]).reused == 1
 
 
-def test_other_tokens_under_key_miss(model: BlockModel, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_entry_with_other_tokens_is_a_miss(
+    model: BlockModel, caplog: pytest.LogCaptureFixture
+) -> None:
     store = FaultyStore()
     fetcher = BlockFetcher(model, store)
     (good,) = fetch(fetcher, [A]).blocks
@@ -77,7 +79,9 @@ def test_other_tokens_under_key_miss(model: BlockModel, caplog: pytest.LogCaptur
 
 
 @pytest.mark.parametrize("origin", ["conversation", "prompt", "altered"])
-def test_user_text_is_no_passage_hit(model: BlockModel, store: KVStore, origin: Origin) -> None:
+def test_user_text_is_never_a_hit_of_a_passage(
+    model: BlockModel, store: KVStore, origin: Origin
+) -> None:
     fetcher = of_tenant(model, store, "one", "public")
     ingest(of_tenant(model, store, "public"), [A, B])
     ingest(fetcher, [A])
@@ -101,7 +105,7 @@ def test_tenants_share_no_entries(model: BlockModel, store: KVStore) -> None:
     assert of_tenant(model, store, "one").contains(B)
 
 
-def test_tenants_do_not_change_each_other(model: BlockModel, store: KVStore) -> None:
+def test_tenants_do_not_affect_each_other(model: BlockModel, store: KVStore) -> None:
     def logits(engine: BlockAttentionEngine) -> torch.Tensor:
         return engine.answer_logits(PROMPT, [5, 6])
 
@@ -116,7 +120,7 @@ def test_tenants_do_not_change_each_other(model: BlockModel, store: KVStore) -> 
     assert not torch.equal(logits(BlockAttentionEngine(model, store, namespace="one")), alone)
 
 
-def test_shared_namespace_is_never_written(model: BlockModel, store: KVStore) -> None:
+def test_a_shared_namespace_is_never_written(model: BlockModel, store: KVStore) -> None:
     ingest(of_tenant(model, store, "public"), [A])
     fetcher = of_tenant(model, store, "one", "public")
     assert fetcher.contains(A)
@@ -128,14 +132,16 @@ def test_shared_namespace_is_never_written(model: BlockModel, store: KVStore) ->
         assert not of_tenant(model, store, name).contains(B)
 
 
-def test_ones_own_entry_goes_before_a_shared_one(model: BlockModel, store: KVStore) -> None:
+def test_own_entries_take_precedence_over_shared_ones(model: BlockModel, store: KVStore) -> None:
     for name in ("public", "one"):
         ingest(of_tenant(model, store, name), [A])
     (_, kv) = fetch(of_tenant(model, store, "one", "public"), [B, A]).blocks
     assert kv.namespace == "one"
 
 
-def test_a_damaged_shared_entry_is_computed_for_oneself(model: BlockModel, tmp_path: Path) -> None:
+def test_a_damaged_shared_entry_is_recomputed_in_the_own_namespace(
+    model: BlockModel, tmp_path: Path
+) -> None:
     store = DirectoryStore(tmp_path / "kv")
     ingest(of_tenant(model, store, "public"), [A])
     (shared,) = store.path.rglob("*.safetensors")
@@ -148,14 +154,14 @@ def test_a_damaged_shared_entry_is_computed_for_oneself(model: BlockModel, tmp_p
 
 
 @pytest.mark.parametrize("name", ["a:b", "a/b", ".", "-a", "ä", "a" * 65, "a b", None, 7, "a\n"])
-def test_what_is_no_name_is_refused(model: BlockModel, name: object) -> None:
+def test_invalid_namespace_names_are_refused(model: BlockModel, name: object) -> None:
     with pytest.raises(ValueError, match="A namespace consists of"):
         BlockAttentionEngine(model, namespace=name)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="A namespace consists of"):
         BlockAttentionEngine(model, read_namespaces=[name])  # type: ignore[list-item]
 
 
-def test_one_string_for_several_namespaces_is_refused(model: BlockModel) -> None:
+def test_a_string_instead_of_a_list_of_namespaces_is_refused(model: BlockModel) -> None:
     with pytest.raises(TypeError, match="list of names, found the string 'public'"):
         BlockAttentionEngine(model, read_namespaces="public")
 
@@ -180,7 +186,9 @@ def test_read_only_engine_answers(model: BlockModel, store: KVStore, resident_by
     assert engine.access.read_only
 
 
-def test_skips_damage(model: BlockModel, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_read_only_engine_keeps_recomputed_blocks_in_memory(
+    model: BlockModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     BlockAttentionEngine(model, tmp_path / "kv").encode(["first passage"])
     (path,) = (tmp_path / "kv").rglob("*.safetensors")
     path.write_bytes(path.read_bytes()[:-1])

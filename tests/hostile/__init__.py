@@ -1,1 +1,1 @@
-"""Hostile contents through both frameworks: who may write control tokens, and what is a block."""
+"""Hostile contents sent through both frameworks cannot inject control tokens or alter blocks."""

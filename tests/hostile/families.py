@@ -1,4 +1,4 @@
-"""Small tokenizers with the control tokens, flags and normalizers of the model families."""
+"""Small tokenizers with the control tokens, flags and normalizers of real model families."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ _SPLIT_LLAMA3 = Regex(
 
 
 def in_json(text: str) -> str:
-    """The inside of a JSON string."""
+    """Escape a text for use in a JSON string, without quotes."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
 @dataclass(frozen=True)
 class Family:
-    """A family's tokenizer, and what its chat template does with contents.
+    """Tokenizer of a family, and how its chat template treats contents.
 
     Args:
-        tools: Whether the template writes tool calls and their results.
-        json_results: Whether it writes a tool's result as JSON.
-        hides_thinking: Whether it leaves out text before ``</think>`` in earlier answers.
-        swallows_blanks: Whether control tokens remove the white space next to them.
+        tools: Whether the template supports tool calls and results.
+        json_results: Whether it writes the results of tools as JSON.
+        hides_thinking: Whether it omits text before ``</think>`` in earlier answers.
+        swallows_blanks: Whether control tokens remove adjacent white space.
     """
 
     name: str
@@ -62,41 +62,41 @@ class Family:
 
     @cached_property
     def controls(self) -> tuple[str, ...]:
-        """Every control token as text."""
+        """Text of every control token."""
         return tuple(sorted(self.tokenizer.get_added_vocab()))
 
     @cached_property
     def control_ids(self) -> frozenset[int]:
-        """Ids of control tokens: added ones, and pieces of the vocabulary with such a string."""
+        """Ids of control tokens: added tokens, and vocabulary entries with the same string."""
         vocabulary = self.tokenizer.get_vocab()
         return frozenset(vocabulary[token] for token in self.controls)
 
     def controls_in(self, ids: list[int]) -> list[str]:
-        """The control tokens of ``ids``, in order."""
+        """Return the control tokens in ``ids``, in order."""
         return [str(self.tokenizer.convert_ids_to_tokens(i)) for i in ids if i in self.control_ids]
 
     def parsed(self, text: str) -> list[int]:
-        """Ids of a text with every control token recognized, as transformers would have it."""
+        """Tokenize a text as transformers does, recognizing every control token."""
         encoded = self.tokenizer(text, add_special_tokens=False, split_special_tokens=False)
         return list(encoded["input_ids"])
 
     def decoded(self, ids: list[int]) -> str:
-        """The text of ids, control tokens included."""
+        """Decode ids, including control tokens."""
         return str(self.tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=False))
 
     def typed(self, history: Sequence[str]) -> list[str]:
-        """The texts of a history, user first, that must reach the model."""
+        """Return the texts of a history, user first, that must reach the model."""
         return [
             text.rpartition("</think>")[2] if i % 2 and self.hides_thinking else text
             for i, text in enumerate(history)
         ]
 
     def results(self, texts: Sequence[str]) -> list[str]:
-        """Results of tools as the template writes them."""
+        """Return tool results in the format of the template."""
         return [in_json(text) if self.json_results else text for text in texts]
 
     def as_decoded(self, text: str) -> str:
-        """What a text looks like when it comes back from ids: the tokenizer's normal form."""
+        """Return a text as it is decoded from its ids, that is, normalized by the tokenizer."""
         text = text.encode("utf-8", "replace").decode()
         normalizer = self.tokenizer.backend_tokenizer.normalizer
         text = normalizer.normalize_str(text) if normalizer is not None else text
@@ -104,7 +104,7 @@ class Family:
 
 
 def _byte_level(normalizer: Any = None, *, split: Regex | None = None) -> Tokenizer:
-    """Byte-level BPE, trained on a few sentences."""
+    """Byte-level BPE tokenizer, trained on a few sentences."""
     backend = Tokenizer(models.BPE(ignore_merges=split is not None))
     if normalizer is not None:
         backend.normalizer = normalizer
@@ -123,7 +123,7 @@ def _byte_level(normalizer: Any = None, *, split: Regex | None = None) -> Tokeni
 
 
 def _unigram(pieces: list[str]) -> Tokenizer:
-    """Unigram with byte fallback; ``pieces`` (control tokens) are in its own vocabulary."""
+    """Unigram tokenizer with byte fallback. ``pieces`` are control tokens in its vocabulary."""
     words = sorted({word for line in _SENTENCES for word in line.split() if word.isalpha()})
     characters = ["▁", "\n", "\t", *(chr(code) for code in range(33, 127))]
     vocabulary = [("<unk>", 0.0), *((piece, 0.0) for piece in pieces)]
@@ -147,15 +147,15 @@ def _family(
     flags: dict[str, bool] | None = None,
     **does: bool,
 ) -> Family:
-    """A family of this name.
+    """Create a family.
 
     Args:
-        control: BOS, EOS, and the special and the other control tokens, separated by blanks.
+        control: BOS, EOS, special control tokens, and other control tokens, separated by spaces.
         flags: Flags of the control tokens.
-        does: Fields of the family.
+        does: Further fields of the family.
     """
     bos, eos, special, plain = control
-    # With flags of their own, transformers does not add the tokens again with its flags.
+    # Tokens with explicit flags are not added again by transformers with its default flags.
     for names, is_special in ((special, True), (plain, False)):
         tokens = [
             AddedToken(one, special=is_special, **({"normalized": False} | (flags or {})))
@@ -199,7 +199,7 @@ _PHI4 = "<|endoftext|> <|im_start|> <|im_end|> <|im_sep|> <|fim_prefix|> <|dummy
 
 @lru_cache(maxsize=1)
 def families() -> dict[str, Family]:
-    """Every family by name; two of them again with a normalizer that changes control tokens."""
+    """All families by name. Two also have a version whose normalizer alters control tokens."""
     llama = ("<|begin_of_text|>", "<|eot_id|>", _LLAMA3, "")
     qwen25, qwen3 = ((None, "<|im_end|>", _QWEN, plain) for plain in (_QWEN25_PLAIN, _QWEN3_PLAIN))
     deepseek = ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", _DEEPSEEK, _DEEPSEEK_PLAIN)
@@ -228,12 +228,12 @@ def families() -> dict[str, Family]:
             flags=normalized, tools=True, hides_thinking=True,
         ),
         _family("gemma", _byte_level(), templates.GEMMA, ("<bos>", "<eos>", _GEMMA, _GEMMA_PLAIN)),
-        # Turn tokens are pieces of the model itself: text alone can give their ids.
+        # Turn tokens are in the tokenizer's vocabulary, so plain text can produce their ids.
         _family(
             "mistral", _unigram(_MISTRAL.split()), templates.MISTRAL, ("<s>", "</s>", _MISTRAL, ""),
             tools=True,
         ),
-        # Each control token removes the white space after it.
+        # Every control token removes the white space that follows it.
         _family(
             "phi-3", _byte_level(), templates.PHI3, (None, "<|endoftext|>", _PHI3, "</s>"),
             flags={"rstrip": True}, swallows_blanks=True,

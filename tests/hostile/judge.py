@@ -1,7 +1,7 @@
-"""Checks of every prompt, by its token ids alone.
+"""Checks of prompts based on their token ids.
 
-Control tokens: a hostile conversation has those of the same conversation in harmless words, and no
-others. Passages: each is one block, with its text. Contents: they reach the model unchanged.
+Control tokens: a hostile conversation has the same ones as its harmless version. Passages: each is
+exactly one block with its text. Contents: they reach the model unchanged.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ class Fault(NamedTuple):
 
 @dataclass(frozen=True)
 class Asked:
-    """The prompts of one request to a framework.
+    """Prompts that a framework created for one request.
 
     Args:
-        prompts: In the order of the requests to the model.
-        passages: Canonical texts. Each must be one block of one prompt, in this order.
+        prompts: Prompts in the order in which they were sent to the model.
+        passages: Canonical texts, each of which must be one block of one prompt, in this order.
         typed: Contents that every prompt must contain unchanged.
         in_final: Contents that the final block of every prompt must contain.
         sample: The conversation. Its texts may contain markers.
-        thoughts: Number of earlier answers with ``</think>``, which a template may write anew.
+        thoughts: Number of earlier answers with ``</think>``, which a template may rewrite.
     """
 
     prompts: Sequence[BlockPrompt]
@@ -44,14 +44,14 @@ class Asked:
 
     @property
     def contents(self) -> list[str]:
-        """Everything that somebody wrote, as often as a prompt may contain it."""
+        """All contents, repeated as often as a prompt may contain them."""
         if (sample := self.sample) is None:
             return [*self.passages]
         return [*sample.everything, sample.argument, sample.argument, *self.passages]
 
 
 class Reading(NamedTuple):
-    """A prompt as the model sees it."""
+    """A decoded prompt, as the model receives it."""
 
     controls: list[str]
     context: list[str]
@@ -63,7 +63,7 @@ class Reading(NamedTuple):
 
 
 def read(family: Family, prompt: BlockPrompt, tokenizer: Any) -> Reading:
-    """A prompt's control tokens and the texts of its blocks, decoded from its ids."""
+    """Decode the control tokens and the texts of the blocks from the ids of a prompt."""
     ids = tokenizer.prompt_ids(prompt)
     return Reading(
         family.controls_in(ids.flat),
@@ -73,12 +73,12 @@ def read(family: Family, prompt: BlockPrompt, tokenizer: Any) -> Reading:
 
 
 def passage_blocks(prompt: BlockPrompt) -> list[tuple[int, Block]]:
-    """The blocks that are passages, with their places."""
+    """Return the blocks that are passages, with their indices."""
     return [(place, block) for place, block in enumerate(prompt.context) if block.is_passage]
 
 
 def judge(family: Family, hostile: Asked, neutral: Asked, tokenizer: Any) -> list[Fault]:
-    """All faults of the prompts of a request. ``neutral``: the same in harmless words."""
+    """Return all faults in the prompts of a request. ``neutral``: its harmless version."""
     faults = _judge_neutral(family, neutral, tokenizer)
     allowed = [read(family, prompt, tokenizer).controls for prompt in neutral.prompts]
     if not hostile.prompts or len(hostile.prompts) != len(neutral.prompts):
@@ -96,7 +96,7 @@ def judge(family: Family, hostile: Asked, neutral: Asked, tokenizer: Any) -> lis
 
 
 def _judge_neutral(family: Family, asked: Asked, tokenizer: Any) -> list[Fault]:
-    """Harmless conversations have the ids that transformers gives them, block by block."""
+    """Check that harmless conversations have the same ids as in transformers, block by block."""
     faults = []
     for prompt in asked.prompts:
         ids = tokenizer.prompt_ids(prompt)
@@ -111,14 +111,14 @@ def _judge_neutral(family: Family, asked: Asked, tokenizer: Any) -> list[Fault]:
 
 
 def _without_swallowed(family: Family, ids: list[int]) -> Any:
-    """Ids, or text without blanks if control tokens remove the blanks next to them."""
+    """Return the ids, or text without white space if control tokens remove adjacent white space."""
     if not family.swallows_blanks:
         return ids
     return family.controls_in(ids), "".join(family.decoded(ids).split())
 
 
 def _without_thoughts(controls: list[str], most: int) -> list[str]:
-    """Without the ``<think>``, ``</think>`` that a template writes at the start of a turn."""
+    """Remove each ``</think>`` that directly follows a ``<think>`` at the start of a turn."""
     kept: list[str] = []
     for control in controls:
         if most and control == "</think>" and kept[-2:] == ["<|im_start|>", "<think>"]:
@@ -130,7 +130,7 @@ def _without_thoughts(controls: list[str], most: int) -> list[str]:
 
 
 def _judge_blocks(family: Family, prompt: BlockPrompt, reading: Reading) -> list[Fault]:
-    """A passage's block decodes to its text between the block template's."""
+    """Check that the block of each passage decodes to its text inside the block template."""
     if len(reading.context) != len(prompt.context):
         return [Fault("blocks", f"{len(reading.context)} of {len(prompt.context)} have tokens")]
     faults = []
@@ -144,7 +144,7 @@ def _judge_blocks(family: Family, prompt: BlockPrompt, reading: Reading) -> list
 
 
 def _judge_contents(family: Family, asked: Asked, reading: Reading) -> list[Fault]:
-    """Everything typed is there, and no marker except typed ones."""
+    """Check that all contents are present, and that no markers were added."""
     faults = [
         Fault("typed", f"{content!r} is not in {text!r}")
         for contents, text in ((asked.typed, reading.text), (asked.in_final, reading.final))

@@ -1,4 +1,4 @@
-"""Hostile conversations through LangChain's own parts: prompts, chains and tools."""
+"""Hostile conversations sent through LangChain's prompts, chains and tools."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ PROMPT = ChatPromptTemplate.from_messages(
 
 
 class RecordingChat(ChatBlockAttention):
-    """Keeps its prompts and answers nothing."""
+    """Chat model that records its prompts and returns empty answers."""
 
     _prompts: list[BlockPrompt] = PrivateAttr(default_factory=list)
 
     @property
     def prompts(self) -> list[BlockPrompt]:
-        """The prompts since the last access."""
+        """Return and clear the recorded prompts."""
         prompts = list(self._prompts)
         self._prompts.clear()
         return prompts
@@ -55,7 +55,7 @@ class RecordingChat(ChatBlockAttention):
 
 
 def recording_chat(family: Family, **fields: Any) -> RecordingChat:
-    """A chat model of the family that never runs its model."""
+    """Return a chat model with the family's tokenizer that never runs a model."""
     make: Any = RecordingChat
     chat: RecordingChat = make(
         model=shared_tiny_llama(), model_kwargs={"tokenizer": family.tokenizer}, **fields
@@ -64,7 +64,7 @@ def recording_chat(family: Family, **fields: Any) -> RecordingChat:
 
 
 class FixedRetriever(BaseRetriever):
-    """Always finds the same documents, in the same order."""
+    """Retriever that always returns the same documents in the same order."""
 
     documents: list[Document]
 
@@ -79,7 +79,7 @@ def documents_of(passages: Sequence[Passage]) -> list[Document]:
 
 
 def canonical(passages: Sequence[Passage], form: str = TITLED) -> list[str]:
-    """The texts that must be blocks: formatted and stripped, without empty ones."""
+    """Return the texts that must be blocks: formatted, stripped and not empty."""
     texts = (form.format(title=p.title, page_content=p.text).strip() for p in passages)
     return [text for text in texts if text]
 
@@ -89,7 +89,7 @@ def messages_of(history: Sequence[str]) -> list[BaseMessage]:
 
 
 def by_chain(family: Family, chat: RecordingChat, sample: Sample) -> list[Asked]:
-    """Passages with titles in the system message by ``create_stuff_documents_chain``."""
+    """Put passages with titles into the system message with ``create_stuff_documents_chain``."""
     form = BlockDocumentPrompt.from_template(TITLED)
     create_stuff_documents_chain(chat, PROMPT, document_prompt=form).invoke(
         {
@@ -103,7 +103,7 @@ def by_chain(family: Family, chat: RecordingChat, sample: Sample) -> list[Asked]
 
 
 def by_parts(family: Family, chat: RecordingChat, sample: Sample) -> list[Asked]:
-    """Passages as parts of a message, each with its handle."""
+    """Send passages as parts of a message, each with its handle."""
     parts: list[str | dict[Any, Any]] = [
         {"type": "text", "text": text, HANDLE_KEY: "whatever"}
         for text in canonical(sample.passages)
@@ -114,7 +114,7 @@ def by_parts(family: Family, chat: RecordingChat, sample: Sample) -> list[Asked]
 
 
 def by_retriever_tool(family: Family, chat: RecordingChat, sample: Sample) -> list[Asked]:
-    """A question, a call of a retriever tool, and its result."""
+    """Send a question, a call of a retriever tool, and its result."""
     tool = create_retriever_tool(
         FixedRetriever(documents=documents_of(sample.passages)),
         "lookup",
@@ -128,7 +128,7 @@ def by_retriever_tool(family: Family, chat: RecordingChat, sample: Sample) -> li
 
 
 def by_both(family: Family, chat: RecordingChat, sample: Sample) -> list[Asked]:
-    """One passage as the system message, the others as the result of a tool."""
+    """Send one passage as the system message and the others as the result of a tool."""
     first, *others = documents_of(sample.passages)
     found = ToolMessage(format_blocks(others), tool_call_id=sample.call_id, name="lookup")
     _, *asked = _before(sample)
@@ -142,7 +142,7 @@ def by_both(family: Family, chat: RecordingChat, sample: Sample) -> list[Asked]:
 
 
 def by_tool_result(family: Family, chat: RecordingChat, sample: Sample) -> list[Asked]:
-    """The result of another tool, which is no passage whatever it looks like."""
+    """Send the result of another tool, which is never a passage, whatever it contains."""
     result = ToolMessage(sample.tool_result, tool_call_id=sample.call_id, name=sample.tool_name)
     chat.invoke([*_before(sample), AIMessage("", tool_calls=[_call(sample)]), result])
     return [_with_tool(family, chat, sample, [], family.results([sample.tool_result]))]

@@ -1,4 +1,4 @@
-"""Hostile conversations through LlamaIndex's own parts: synthesizers and chat engines."""
+"""Hostile conversations sent through LlamaIndex's synthesizers and chat engines."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MODES = ("compact", "refine", "tree_summarize")
 
 
 class RecordingLLM(BlockAttentionLLM):
-    """Keeps its prompts and gives a fixed answer."""
+    """LLM that records its prompts and returns a fixed answer."""
 
     _prompts: list[BlockPrompt] = PrivateAttr(default_factory=list)
     _reply: str = PrivateAttr(default="")
@@ -56,7 +56,7 @@ Ask: TypeAlias = Callable[[Family, RecordingLLM, Sample], list[Asked]]
 
 
 def recording_llm(family: Family, **fields: Any) -> RecordingLLM:
-    """An LLM of the family that never runs its model."""
+    """Return an LLM with the family's tokenizer that never runs a model."""
     fields = {"context_window": 200_000, "max_new_tokens": 16} | fields
     make: Any = RecordingLLM
     llm: RecordingLLM = make(
@@ -66,7 +66,7 @@ def recording_llm(family: Family, **fields: Any) -> RecordingLLM:
 
 
 class FixedRetriever(BaseRetriever):
-    """Always finds the same nodes, in the same order."""
+    """Retriever that always returns the same nodes in the same order."""
 
     def __init__(self, nodes: Sequence[TextNode]) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ def nodes_of(passages: Sequence[Passage]) -> list[TextNode]:
 
 
 def canonical(nodes: Sequence[TextNode]) -> list[str]:
-    """The texts that must be blocks: the LLM's view of the nodes, without empty ones."""
+    """Return the texts that must be blocks: the non-empty LLM views of the nodes."""
     texts = (node.get_content(metadata_mode=MetadataMode.LLM).strip() for node in nodes)
     return [text for text in texts if text]
 
@@ -94,7 +94,7 @@ def marked(nodes: Sequence[TextNode]) -> list[NodeWithScore]:
 
 
 def context_of(nodes: Sequence[TextNode]) -> str:
-    """The LLM's view of the marked nodes as one string."""
+    """Return the LLM views of the marked nodes as one string."""
     views = [one.node.get_content(metadata_mode=MetadataMode.LLM) for one in marked(nodes)]
     return "\n\n".join(view for view in views if view)
 
@@ -105,7 +105,7 @@ def chat_history(sample: Sample) -> list[ChatMessage]:
 
 
 def by_synthesizer(mode: str) -> Ask:
-    """The passages and the question by a response synthesizer; refine quotes earlier answers."""
+    """Send passages and question through a response synthesizer. Refine quotes earlier answers."""
 
     def ask(family: Family, llm: RecordingLLM, sample: Sample) -> list[Asked]:
         nodes = nodes_of(sample.passages)
@@ -114,7 +114,7 @@ def by_synthesizer(mode: str) -> Ask:
         )
         synthesizer.synthesize(QueryBundle(sample.question), marked(nodes))
         texts, question = canonical(nodes), [sample.question]
-        # Stock refine asks once for every node, with or without text.
+        # LlamaIndex's refine sends one prompt per node, even without text.
         if mode == "refine" and len(texts) < len(nodes):
             return []
         return [Asked(llm.prompts, texts, question, question, sample=sample)]
@@ -123,7 +123,7 @@ def by_synthesizer(mode: str) -> Ask:
 
 
 def by_chat_engine(kind: type[Any]) -> Ask:
-    """The question after a history, by a chat engine with a retriever."""
+    """Ask a question after a history, through a chat engine with a retriever."""
 
     def ask(family: Family, llm: RecordingLLM, sample: Sample) -> list[Asked]:
         nodes = nodes_of(sample.passages)
@@ -145,7 +145,7 @@ def by_chat_engine(kind: type[Any]) -> Ask:
         asked = [Asked(last, texts, [sample.system, *family.typed(sample.history)], **common)]
         if not condensing:
             return [*asked, Asked(last, texts, in_final=[sample.question], **common)]
-        # To condense, the model gets the whole history in one message; it answers the question.
+        # The condensing prompt contains the whole history; the second prompt contains the question.
         history = [*sample.history, sample.question]
         return [*asked, Asked(condensing, [], history, [sample.question], **common)]
 
@@ -153,7 +153,7 @@ def by_chat_engine(kind: type[Any]) -> Ask:
 
 
 def by_messages(family: Family, llm: RecordingLLM, sample: Sample) -> list[Asked]:
-    """Messages made by hand, with the context in the last one."""
+    """Send hand-written messages with the context in the last one."""
     nodes = nodes_of(sample.passages)
     last = f"Context:\n{context_of(nodes)}\n\nQuestion: {sample.question}"
     llm.answering(sample.answer).chat(
@@ -170,14 +170,14 @@ def by_messages(family: Family, llm: RecordingLLM, sample: Sample) -> list[Asked
 
 
 def by_completion(family: Family, llm: RecordingLLM, sample: Sample) -> list[Asked]:
-    """A text for ``complete``, which a chat model gets as one message of the user."""
+    """Send a text to ``complete``, which chat models receive as one user message."""
     nodes = nodes_of(sample.passages)
     llm.answering(sample.answer).complete(f"{context_of(nodes)}\n\n{sample.question}")
     return [Asked(llm.prompts, canonical(nodes), [], [sample.question], sample=sample)]
 
 
 def by_tool_message(family: Family, llm: RecordingLLM, sample: Sample) -> list[Asked]:
-    """Marked nodes in the message of a tool, in families whose templates take one unchanged."""
+    """Send marked nodes as a tool message, to families whose templates do not alter it."""
     if not family.tools or family.name == "mistral":
         return []
     nodes = nodes_of(sample.passages)
@@ -204,7 +204,7 @@ SCENARIOS: dict[str, Ask] = {
 
 
 def own_template(family: Family) -> Callable[[Sequence[ChatMessage]], str]:
-    """A ``messages_to_prompt`` as users write them, with two control tokens."""
+    """Typical ``messages_to_prompt`` function of a user, with two control tokens."""
     opening, closing = family.controls[-2:]
 
     def to_prompt(messages: Sequence[ChatMessage]) -> str:

@@ -1,4 +1,4 @@
-"""Ordinary conversations are written as the chat template writes them, to the letter."""
+"""Ordinary conversations are rendered exactly as by the chat template."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ def by_template(family: Family, messages: Sequence[Any]) -> str:
 
 
 @pytest.mark.parametrize("name", CONVERSATIONS)
-def test_a_conversation_is_what_the_template_makes_of_it(family: Family, name: str) -> None:
+def test_a_conversation_equals_the_rendered_template(family: Family, name: str) -> None:
     turns = CONVERSATIONS[name]
     messages = [{"role": role, "content": text} for role, text in turns]
-    if family.name == "gemma" and turns[0][0] == "system":  # knows no system role
+    if family.name == "gemma" and turns[0][0] == "system":  # no system role
         messages = [{"role": "user", "content": f"{turns[0][1]}\n\n{turns[1][1]}"}]
     expected = by_template(family, messages)
     llm, chat = recording_llm(family), recording_chat(family)

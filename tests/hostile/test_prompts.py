@@ -1,7 +1,7 @@
-"""No content writes control tokens, whoever wrote it, and every passage is one block.
+"""No content can inject control tokens, and every passage is exactly one block.
 
-Every family is asked in every way, once in hostile contents and once in harmless words.
-``HOSTILE_COUNT=10000`` (conversations) asks more often than once.
+Every family receives every kind of request, once with hostile contents and once with harmless ones.
+``HOSTILE_COUNT=10000`` sets the number of conversations.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Ask = Callable[[Family, Any, Sample], list[Asked]]
 
 @dataclass(frozen=True)
 class Trial:
-    """One way to ask models of one family. ``model``: a recording one of either framework."""
+    """One kind of request to a family. ``model``: A recording model of either framework."""
 
     name: str
     family: Family
@@ -35,7 +35,7 @@ class Trial:
     ask: Ask
 
     def faults(self, seed: str) -> list[Fault]:
-        """Ask a hostile sample and the same in harmless words, and compare the two."""
+        """Send a hostile sample and its harmless version. Returns the faults."""
         sample = Attacker(seed, self.family.controls).sample()
         neutral = self.ask(self.family, self.model, sample.neutral())
         try:
@@ -51,7 +51,7 @@ class Trial:
 
 
 def trials(family: Family) -> list[Trial]:
-    """Every way to ask models of a family."""
+    """Return every kind of request to a family."""
     before, after = family.controls[:2]
     framed = BlockTemplate(f"{before}Document: ", after)
     chat = langchain_parts.recording_chat(family)
@@ -78,7 +78,7 @@ def trials(family: Family) -> list[Trial]:
 
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", FAMILIES)
-def test_hostile_contents_write_no_control_token_and_break_no_block(name: str) -> None:
+def test_hostile_contents_inject_no_control_tokens_and_split_no_blocks(name: str) -> None:
     every = trials(families()[name])
     count = max(len(every), COUNT // len(FAMILIES))
     found = [

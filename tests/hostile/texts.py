@@ -1,4 +1,4 @@
-"""Hostile contents of conversations, drawn from a seed."""
+"""Hostile contents of conversations, generated from a seed."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Passage:
 
 @dataclass(frozen=True)
 class Sample:
-    """All texts of one conversation. ``history``: the user, the assistant, the user, ..."""
+    """All texts of one conversation. ``history``: Alternating turns, starting with the user."""
 
     system: str
     history: tuple[str, ...]
@@ -59,23 +59,23 @@ class Sample:
 
     @property
     def everything(self) -> list[str]:
-        """All texts but those of the passages."""
+        """All texts except the passages."""
         fixed = (self.system, self.question, self.answer, self.argument, self.tool_name)
         return [*fixed, self.tool_result, *self.history]
 
     @property
     def thoughts(self) -> int:
-        """How many earlier answers contain thoughts."""
+        """Number of earlier answers that contain thoughts."""
         return sum("</think>" in text for text in (*self.history, self.answer))
 
     def neutral(self) -> Sample:
-        """The same conversation in harmless words. Blank texts stay, since templates test them."""
+        """Return the harmless version. Blank texts stay, because templates test for them."""
         texts = {one.name: _harmless(one.name, getattr(self, one.name)) for one in fields(self)}
         return replace(self, **{**texts, "call_id": "call00001"})
 
 
 def _harmless(name: str, value: Any) -> Any:
-    """The name instead of each text."""
+    """Return ``name`` in place of the text, unless it is blank."""
     if isinstance(value, Passage):
         return Passage(_harmless(f"{name}title", value.title), _harmless(name, value.text))
     if isinstance(value, tuple):
@@ -84,14 +84,14 @@ def _harmless(name: str, value: Any) -> Any:
 
 
 class Attacker:
-    """Makes hostile samples against a model with these control tokens."""
+    """Generates hostile samples for a model with these control tokens."""
 
     def __init__(self, seed: str, controls: Sequence[str]) -> None:
         self._rng = random.Random(seed)
         self._controls = controls
 
     def sample(self) -> Sample:
-        """One conversation. Some split a control token or a marker between neighbours."""
+        """Generate a conversation. Some split a control token or a marker across two texts."""
         rng = self._rng
         made = Sample(
             system=self._text(),
@@ -133,7 +133,7 @@ class Attacker:
                 token.replace("｜", "|"),
                 token.replace("▁", " "),
                 f"{token[:at]}\u200b{token[at:]}",
-                f"{token[:at]}{token}{token[at:]}",  # shows when the inner one is removed
+                f"{token[:at]}{token}{token[at:]}",  # becomes a token if the inner one is removed
                 f" {token} ",
                 token * 3,
                 token[:-1],
@@ -148,7 +148,7 @@ class Attacker:
         return self._rng.choice(ODDITIES)
 
     def _forged(self) -> str:
-        """Block markers with the right sha256, other digits, cut, orphaned, nested, repeated."""
+        """Forge block markers: correct or wrong digests, cut, unpaired, nested or repeated."""
         rng = self._rng
         text = rng.choice([self._oddity, self._turn, self._control])()
         digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
@@ -173,7 +173,7 @@ class Attacker:
         )
 
     def _split_over(self, sample: Sample) -> Sample:
-        """A token, a turn or a forged block whose halves end and start two neighbours."""
+        """Split a token, a turn or a forged block across the end and the start of two neighbors."""
         rng = self._rng
         whole = rng.choice([self._control, self._turn, self._forged])()
         at = rng.randrange(1, len(whole)) if len(whole) > 1 else 0

@@ -1,4 +1,4 @@
-"""One block: its figures, its copies, its key."""
+"""Blocks: sizes, copies and keys."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def bytes_of(kv: BlockKV) -> str:
     return hashlib.sha256(states).hexdigest()
 
 
-def test_a_block_on_its_device_is_itself() -> None:
+def test_moving_a_block_to_its_own_device_returns_it() -> None:
     one = block(3, 1)
     assert one.to(torch.device("cpu")) is one
     away = one.to(torch.device("meta"))
@@ -38,9 +38,10 @@ def test_a_block_on_its_device_is_itself() -> None:
     assert away.digest == one.digest
 
 
-def test_a_copy_holds_the_same_numbers_in_one_piece_of_memory_of_its_own() -> None:
+def test_a_copy_has_the_same_values_in_one_memory_buffer() -> None:
     one = block(3, 1)
-    one = replace(one, values=tuple(t[..., :2] for t in one.values))  # heads of another size
+    # The values have another head size.
+    one = replace(one, values=tuple(t[..., :2] for t in one.values))
     copy = one.copy_to(torch.device("cpu"))
     for mine, theirs in zip((*one.keys, *one.values), (*copy.keys, *copy.values), strict=True):
         assert torch.equal(mine, theirs)
@@ -50,9 +51,9 @@ def test_a_copy_holds_the_same_numbers_in_one_piece_of_memory_of_its_own() -> No
     assert copy.nbytes == copy.keys[0].untyped_storage().nbytes() == one.nbytes
 
 
-def test_a_copys_token_ids_are_its_own_and_hold_nothing_else() -> None:
+def test_the_token_ids_of_a_copy_keep_no_other_memory_alive() -> None:
     one = block(3, 1)
-    whole = torch.arange(1000)  # for example all of a file
+    whole = torch.arange(1000)  # for example, a whole file
     one = replace(one, token_ids=whole[10:13])
     copy = one.copy_to(torch.device("cpu"))
     assert copy.token_ids.tolist() == [10, 11, 12]
@@ -60,7 +61,7 @@ def test_a_copys_token_ids_are_its_own_and_hold_nothing_else() -> None:
     assert copy.token_ids.data_ptr() != one.token_ids.data_ptr()
 
 
-def test_a_copy_keeps_the_number_types_of_its_layers() -> None:
+def test_a_copy_keeps_the_dtypes_of_its_layers() -> None:
     one = block(3, 1)
     one = replace(one, keys=tuple(t.half() for t in one.keys))
     copy = one.copy_to(torch.device("cpu"))
@@ -70,13 +71,13 @@ def test_a_copy_keeps_the_number_types_of_its_layers() -> None:
     assert copy.values[0].data_ptr() != one.values[0].data_ptr()
 
 
-def test_figures_of_a_block() -> None:
+def test_sizes_of_a_block() -> None:
     one = block(3, 1)
     assert (one.num_tokens, one.num_layers) == (3, 3)
     assert one.nbytes == 3 * 2 * HEADS * 3 * HEAD_DIM * 4
 
 
-def test_a_store_key_names_tenant_model_and_tokens() -> None:
+def test_a_store_key_depends_on_tenant_model_and_tokens() -> None:
     keys = {store_key(m, ids, who) for m in ("a", "b") for ids in ("x", "y") for who in ("", "t")}
     assert len(keys) == 8
     assert store_key("a", "x", "t") == hashlib.sha256(b"t:a:x").hexdigest()
@@ -88,7 +89,7 @@ def test_a_digest_is_that_of_the_token_ids_as_64_bit_little_endian_integers() ->
     assert token_digest([1, 0x0302]) == expected
 
 
-def test_a_digest_tells_how_a_block_was_encoded() -> None:
+def test_a_digest_depends_on_how_a_block_was_encoded() -> None:
     ids = [1, 2]
     sinks: tuple[list[int], ...] = ([], [1], [2], [1, 2], [12])
     corrections = ("", "c", "d")

@@ -1,4 +1,4 @@
-"""Blocks put together: their places, their keys, and that nothing stored is ever written."""
+"""Contexts of blocks: positions, keys, and no changes to stored tensors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from blockattn_rag.kv.rope import shift_positions
 from tests.kv.test_block_kv import LAYOUTS, block, bytes_of
 
 
-def test_blocks_stand_one_after_the_other() -> None:
+def test_blocks_are_placed_one_after_the_other() -> None:
     one, two = block(3, 1), block(1, 2)
     context = place([one, two, one])
     assert [(b.start, b.shift) for b in context.blocks] == [(0, 0), (3, 3), (4, 4)]
@@ -24,14 +24,14 @@ def test_composite_positions_shift_nothing() -> None:
     assert [(b.start, b.shift) for b in context.blocks] == [(0, 0), (3, 0)]
 
 
-def test_no_block_is_an_empty_context_and_other_positions_are_refused() -> None:
+def test_a_context_may_be_empty_and_unknown_positions_are_refused() -> None:
     assert place([]).num_tokens == 0
     assert place([]).token_ids == []
     with pytest.raises(ValueError, match=r"positions must be one of .*found 'absolute'"):
         place([], "absolute")  # type: ignore[arg-type]
 
 
-def test_assembled_keys_are_each_blocks_keys_moved_to_its_place_and_values_as_they_are() -> None:
+def test_assembled_keys_are_moved_and_values_are_unchanged() -> None:
     blocks = [block(3, 1), block(1, 2), block(5, 3)]
     context = place(blocks)
     for index, (keys, values) in enumerate(assemble(context, LAYOUTS)):
@@ -40,13 +40,13 @@ def test_assembled_keys_are_each_blocks_keys_moved_to_its_place_and_values_as_th
         assert torch.equal(values, torch.cat([kv.values[index] for kv in blocks], dim=1))
 
 
-def test_composite_keys_are_joined_as_they_are() -> None:
+def test_composite_keys_are_concatenated_unchanged() -> None:
     blocks = [block(3, 1), block(4, 2)]
     for index, (keys, _) in enumerate(assemble(place(blocks, "composite"), LAYOUTS)):
         assert torch.equal(keys, torch.cat([kv.keys[index] for kv in blocks], dim=1))
 
 
-def test_one_block_is_not_even_copied() -> None:
+def test_a_single_block_is_not_copied() -> None:
     one = block(3, 1)
     for index, (keys, values) in enumerate(assemble(place([one]), LAYOUTS)):
         assert keys is one.keys[index]
@@ -54,7 +54,7 @@ def test_one_block_is_not_even_copied() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_room_follows_the_tokens_of_every_layer(count: int) -> None:
+def test_every_layer_has_room_for_new_tokens(count: int) -> None:
     context = place([block(3, 1), block(1, 2), block(5, 3)][:count])
     plain, roomy = assemble(context, LAYOUTS), assemble(context, LAYOUTS, room=4)
     for expected, found in zip(plain, roomy, strict=True):
@@ -64,7 +64,7 @@ def test_room_follows_the_tokens_of_every_layer(count: int) -> None:
             assert having.data_ptr() != without.data_ptr()
 
 
-def test_assembling_writes_no_stored_tensor() -> None:
+def test_assembling_does_not_modify_stored_tensors() -> None:
     blocks = [block(3, 1), block(4, 2)]
     before = [bytes_of(kv) for kv in blocks]
     for _ in assemble(place([*blocks, *blocks]), LAYOUTS):

@@ -1,4 +1,4 @@
-"""The rotation that a GPU uses is compared with PyTorch's before its first use."""
+"""The fused rotation for GPUs is compared with PyTorch's before its first use."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def nothing(out: Tensor, *_: Tensor, interleaved: bool) -> None:
 
 @pytest.fixture
 def use(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Kernel], None]]:
-    """Function that replaces the Triton kernel."""
+    """Return a function that replaces the Triton kernel."""
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
     fused_rotation.cache_clear()
 
@@ -61,7 +61,7 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Kernel], None]]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("pairing", ["half", "interleaved"])
 @pytest.mark.parametrize(("size", "rotary"), [(64, 64), (96, 48)])
-def test_an_equal_kernel_is_used(
+def test_a_correct_kernel_is_used(
     use: Callable[[Kernel], None], dtype: torch.dtype, pairing: Pairing, size: int, rotary: int
 ) -> None:
     use(right)
@@ -76,13 +76,13 @@ def test_an_equal_kernel_is_used(
 
 
 @pytest.mark.parametrize("kernel", [wrong_after_16_rows, wrong_head, wrong_pairing, nothing])
-def test_a_different_kernel_is_refused(use: Callable[[Kernel], None], kernel: Kernel) -> None:
+def test_an_incorrect_kernel_is_not_used(use: Callable[[Kernel], None], kernel: Kernel) -> None:
     use(kernel)
     with pytest.raises(UnsupportedModelError, match="differs from PyTorch's by"):
         fused_rotation(CPU, torch.float32, torch.bfloat16, 64, 64, "interleaved")
 
 
-def test_keys_in_float64_are_not_rotated_by_the_kernel_which_computes_in_float32(
+def test_float64_keys_are_not_rotated_by_the_float32_kernel(
     use: Callable[[Kernel], None],
 ) -> None:
     use(nothing)

@@ -1,4 +1,4 @@
-"""Keys and values in 8 bits: what is lost is at most half a step, whatever the numbers are."""
+"""Int8 keys and values: the error is at most half a quantization step, for any values."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from blockattn_rag.kv.quantization import KVScales
 from tests.kv.test_block_kv import block
 from tests.store.kvs import FLOATS
 
-# Half a step, and the roundings of float32 on the way: of the scale, of the quotient and of the
-# product, each at most 127 steps times 2**-24.
+# Half a step, plus the float32 rounding of the scale, the quotient and the product, each at most
+# 127 steps times 2**-24.
 HALF_A_STEP = 0.5 + 3 * 127 * 2**-24
 
 
@@ -27,7 +27,7 @@ def kv_of(keys: Tensor, values: Tensor) -> BlockKV:
 
 
 def budget(states: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """How far dequantized states may be from the states: quantization, and one rounding."""
+    """Return the allowed error of dequantized states: quantization and one rounding."""
     info = torch.finfo(dtype)
     largest = states.double().abs() + scale.double()
     rounding = largest * info.eps / 2 + info.smallest_normal * info.eps
@@ -41,7 +41,7 @@ def scales_of(kv: BlockKV) -> KVScales:
 
 
 def check(kv: BlockKV) -> BlockKV:
-    """Quantize a block of one layer; its numbers are within the budget."""
+    """Quantize a block of one layer, and check that the errors are within the budget."""
     made, scales = kv.quantized(), scales_of(kv.quantized())
     pairs = zip(kv.states(0), made.states(0), (scales.keys[0], scales.values[0]), strict=True)
     for states, back, scale in pairs:
@@ -52,7 +52,7 @@ def check(kv: BlockKV) -> BlockKV:
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_no_number_is_off_by_more_than_half_a_step(dtype: torch.dtype) -> None:
+def test_errors_are_at_most_half_a_step(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(1)
     keys = torch.randn(2, 50, 16, generator=generator) * 2.0 ** torch.arange(-8, 8)
     values = torch.randn(2, 50, 12, generator=generator) * 2.0 ** torch.arange(-5, 5, 0.2)[:, None]
@@ -62,12 +62,12 @@ def test_no_number_is_off_by_more_than_half_a_step(dtype: torch.dtype) -> None:
     assert (scales.keys[0].shape, scales.values[0].shape) == ((2, 1, 16), (2, 50, 1))
     assert scales.keys[0].dtype == scales.values[0].dtype == torch.float32
     assert scales.dtype == dtype
-    # A step is the 127th part of the largest magnitude, which is 127 steps.
+    # The scale maps the largest magnitude to 127.
     assert torch.equal(made.keys[0].abs().amax(1), torch.full((2, 16), 127, dtype=torch.int8))
     assert torch.equal(made.values[0].abs().amax(2), torch.full((2, 50), 127, dtype=torch.int8))
 
 
-_MAGNITUDES = st.floats(-45, 38, allow_nan=False)  # from denormal numbers of float32 on
+_MAGNITUDES = st.floats(-45, 38, allow_nan=False)  # starts at subnormal float32 values
 
 
 @given(
@@ -76,7 +76,7 @@ _MAGNITUDES = st.floats(-45, 38, allow_nan=False)  # from denormal numbers of fl
     st.lists(_MAGNITUDES | st.just(-math.inf), min_size=6, max_size=6),
     st.integers(0, 99),
 )
-def test_extreme_numbers(
+def test_errors_of_extreme_values_are_within_the_budget(
     dtype: torch.dtype, tokens: int, exponents: list[float], seed: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -86,7 +86,7 @@ def test_extreme_numbers(
     assert all(bool(t.isfinite().all()) for t in made.states(0))
 
 
-def test_numbers_of_float16_stay_finite() -> None:
+def test_float16_values_stay_finite() -> None:
     states = torch.full((1, 3, 2), torch.finfo(torch.float16).max, dtype=torch.float16)
     states[:, 1] = torch.finfo(torch.float16).tiny / 512
     check(kv_of(states, -states))
@@ -100,7 +100,7 @@ def test_zeros_stay_zeros() -> None:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_does_not_become_finite(bad: float) -> None:
+def test_non_finite_values_stay_non_finite(bad: float) -> None:
     states = torch.ones(1, 3, 4)
     states[0, 1, 2] = bad
     made = kv_of(states, states).quantized()
@@ -117,7 +117,7 @@ def test_quantizing_twice_changes_nothing() -> None:
     assert one.quantized() is one
 
 
-def test_keys_of_several_number_types_are_refused() -> None:
+def test_keys_of_several_dtypes_are_refused() -> None:
     one = block(3, 1)
     with pytest.raises(ValueError, match=r"of one floating-point type .* found .*float16.*float32"):
         replace(one, keys=tuple(t.half() for t in one.keys)).quantized()
@@ -125,7 +125,7 @@ def test_keys_of_several_number_types_are_refused() -> None:
         replace(one.quantized(), scales=None).quantized()
 
 
-def test_figures_of_a_quantized_block() -> None:
+def test_sizes_of_a_quantized_block() -> None:
     one = block(3, 1)
     made = one.quantized()
     layers, heads, tokens, size = 3, 2, 3, 8
@@ -135,7 +135,7 @@ def test_figures_of_a_quantized_block() -> None:
     assert made.num_tokens == 3
 
 
-def test_keys_before_they_are_rounded() -> None:
+def test_float32_keys_are_available_before_rounding() -> None:
     one = replace(
         block(3, 1),
         keys=tuple(t.bfloat16() for t in block(3, 1).keys),
@@ -149,7 +149,7 @@ def test_keys_before_they_are_rounded() -> None:
     assert torch.equal(keys.bfloat16(), made.states(0)[0])
 
 
-def test_a_copy_has_scales_of_its_own() -> None:
+def test_a_copy_has_its_own_scales() -> None:
     one = block(3, 1).quantized()
     copy = one.copy_to(torch.device("cpu"))
     for layer in range(one.num_layers):

@@ -1,4 +1,4 @@
-"""Moving rotated keys: exact, for every pairing, width, offset and dtype."""
+"""Moving rotated keys is exact for every pairing, width, offset and dtype."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from blockattn_rag.kv.rope import (
 )
 
 HEAD_DIM, TOKENS = 16, 6
-FLOAT32_EPS, BFLOAT16_EPS = 2.0**-24, 2.0**-8  # half a unit in the last place
+FLOAT32_EPS, BFLOAT16_EPS = 2.0**-24, 2.0**-8  # unit roundoff
 
 
 def frequencies(rotary_dim: int = HEAD_DIM) -> Tensor:
@@ -39,7 +39,7 @@ def unrotated() -> Tensor:
 
 
 def encoded_at(start: int, layout: RotaryLayout) -> Tensor:
-    """Keys at positions start.. by the definition of RoPE, as complex numbers in float64."""
+    """Keys at positions from ``start``, by the definition of RoPE with complex float64 numbers."""
     states = unrotated().double()
     dim = layout.rotary_dim
     rotating, rest = states[..., :dim], states[..., dim:]
@@ -63,11 +63,11 @@ def test_a_shift_of_zero_is_the_identity(layout: RotaryLayout) -> None:
 
 @layouts
 @pytest.mark.parametrize("offset", [1, 17, 1000, 32_768, 1_000_000, -5])
-def test_a_shift_is_encoding_at_that_position(layout: RotaryLayout, offset: int) -> None:
+def test_a_shift_equals_encoding_at_that_position(layout: RotaryLayout, offset: int) -> None:
     found = shift_positions(encoded_at(0, layout).float(), offset, layout)
-    # Each result is x*cos - y*sin in float32: x, y, cos, sin, two products and the difference are
-    # rounded once each, at most 7 roundings of numbers no larger than the pair's norm, which is
-    # within sqrt(2) of the largest key. The angle is float64 and adds 1e6 * 1e-16. Offset-free.
+    # Each result is x*cos - y*sin in float32. The two inputs, cos, sin, the products and the
+    # difference are rounded once each: 7 roundings of at most the norm of the pair, which is at
+    # most sqrt(2) times the largest key. The float64 angle adds 1e6 * 1e-16, for any offset.
     budget = 7 * 2**0.5 * FLOAT32_EPS
     assert relative_error(found.double(), encoded_at(offset, layout)) <= budget < 1e-5
 
@@ -77,7 +77,7 @@ def test_shifts_add_up(layout: RotaryLayout) -> None:
     states = encoded_at(0, layout).float()
     twice = shift_positions(shift_positions(states, 300, layout), 41, layout)
     back = shift_positions(shift_positions(states, 300, layout), -300, layout)
-    # Two shifts, each within the budget above.
+    # Two shifts with the budget above.
     budget = 2 * 7 * 2**0.5 * FLOAT32_EPS
     assert relative_error(twice, shift_positions(states, 341, layout)) <= 1.5 * budget
     assert relative_error(back, states) <= budget
@@ -89,18 +89,18 @@ def test_bfloat16_keys_are_rounded_once(layout: RotaryLayout) -> None:
     found = shift_positions(stored, 777, layout)
     exact = shift_positions(stored.float(), 777, layout)
     assert found.dtype == torch.bfloat16
-    # The same rotation of the same numbers in float32, and one rounding to bfloat16.
+    # The rotation in float32, plus one rounding to bfloat16.
     assert relative_error(found.float(), exact) <= BFLOAT16_EPS + 7 * 2**0.5 * FLOAT32_EPS
 
 
-def test_dimensions_past_the_rotary_ones_are_not_touched() -> None:
+def test_dimensions_beyond_the_rotary_ones_are_unchanged() -> None:
     states = encoded_at(0, LAYOUTS["half, partial"]).float()
     shifted = shift_positions(states, 9, LAYOUTS["half, partial"])
     assert torch.equal(shifted[..., 6:], states[..., 6:])
     assert not torch.equal(shifted[..., :6], states[..., :6])
 
 
-def test_the_states_given_are_not_written() -> None:
+def test_inputs_are_not_modified() -> None:
     states = unrotated()
     before = states.clone()
     shift_positions(states, 9, LAYOUTS["half"])
@@ -108,7 +108,7 @@ def test_the_states_given_are_not_written() -> None:
 
 
 @layouts
-def test_a_layout_is_found_from_the_keys_it_made(layout: RotaryLayout) -> None:
+def test_a_layout_is_detected_from_keys(layout: RotaryLayout) -> None:
     shifted = [(offset, encoded_at(offset, layout).float()) for offset in (13, 1009)]
     candidates = [frequencies(6), frequencies(), frequencies() / 4, frequencies(32)]
     fit = fit_layout(encoded_at(0, layout).float(), shifted, candidates)
@@ -119,13 +119,13 @@ def test_a_layout_is_found_from_the_keys_it_made(layout: RotaryLayout) -> None:
         assert not fit.layout.rotates
 
 
-def test_no_layout_fits_keys_that_are_not_rotary() -> None:
+def test_no_layout_is_detected_for_keys_without_rotation() -> None:
     shifted = [(13, unrotated() + 1)]
     assert fit_layout(unrotated(), shifted, [frequencies()]).error > 0.1
 
 
 @pytest.mark.parametrize("pairing", ["half", "interleaved"])
-def test_offsets_may_differ_from_token_to_token(pairing: Pairing) -> None:
+def test_offsets_may_differ_by_token(pairing: Pairing) -> None:
     from blockattn_rag.kv.rope import rotate
 
     layout = RotaryLayout(frequencies(), pairing)
@@ -138,7 +138,7 @@ def test_offsets_may_differ_from_token_to_token(pairing: Pairing) -> None:
 
 
 @layouts
-def test_no_token_may_be_shifted(layout: RotaryLayout) -> None:
+def test_shifting_zero_tokens_is_allowed(layout: RotaryLayout) -> None:
     assert shift_positions(unrotated()[:, :0], 5, layout).shape == unrotated()[:, :0].shape
 
 

@@ -1,4 +1,4 @@
-"""Lines of JSON Lines files, and checks of their records."""
+"""Reading JSON Lines files and validating their records."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from blockattn_rag.lab.json_lines import (
 )
 
 
-def test_lines_keep_their_numbers_where_blank_ones_are_passed_over(tmp_path: Path) -> None:
+def test_skipped_blank_lines_count_as_line_numbers(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(b"1\n\n  \n2")
     assert list(numbered_lines(tmp_path / "a.jsonl")) == [(1, b"1\n"), (4, b"2")]
 
 
-def test_gzip_is_detected_by_content_and_a_false_name_is_refused(tmp_path: Path) -> None:
+def test_gzip_is_detected_by_content_and_a_wrong_suffix_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(gzip.compress(b"1\n"))
     assert list(numbered_lines(tmp_path / "a.jsonl")) == [(1, b"1\n")]
     (tmp_path / "b.jsonl.gz").write_bytes(b"1\n")
@@ -39,7 +39,7 @@ def test_lines_before_the_damage_are_read(tmp_path: Path) -> None:
     (tmp_path / "a.gz").write_bytes(gzip.compress(lines)[:-2_000])
     found: list[tuple[int, bytes]] = []
     with pytest.raises(DataError, match=r"after line \d+: damaged gzip file"):
-        found.extend(numbered_lines(tmp_path / "a.gz"))  # keeps what came before the error
+        found.extend(numbered_lines(tmp_path / "a.gz"))  # keeps the lines before the error
     assert len(found) > 100
 
 
@@ -48,7 +48,7 @@ def test_a_missing_file_is_reported(tmp_path: Path) -> None:
         list(numbered_lines(tmp_path / "a.jsonl"))
 
 
-def test_a_byte_order_mark_does_not_count() -> None:
+def test_a_byte_order_mark_is_ignored() -> None:
     assert parse_line(b'\xef\xbb\xbf{"a": 1}') == {"a": 1}
 
 
@@ -68,7 +68,7 @@ def test_invalid_json_is_refused(line: bytes, expected: str) -> None:
         parse_line(line)
 
 
-def test_json_is_read_as_it_is() -> None:
+def test_valid_json_is_read_unchanged() -> None:
     value = {"a": [1, None, "ä"]}
     assert parse_line(json.dumps(value, ensure_ascii=False).encode()) == value
 
@@ -98,7 +98,7 @@ def test_invalid_texts_are_refused_with_their_path(record: dict[str, Any], messa
     assert str(raised.value) == message
 
 
-def test_other_kinds_and_empty_lists_are_named() -> None:
+def test_other_types_and_empty_lists_are_reported() -> None:
     with pytest.raises(DataError, match="Found a record of a list, expected an object"):
         of_kind([], dict, "a record")
     with pytest.raises(DataError, match="Found 'a' of an object, expected a list"):

@@ -25,13 +25,13 @@ LLAMA_8B = shape_config("8b")
 GIB = 1 << 30
 
 
-def test_an_8b_llama_takes_128_kib_a_token_in_16_bits() -> None:
+def test_an_8b_llama_takes_128_kib_per_token_in_16_bits() -> None:
     found = footprint(LLAMA_8B, torch.bfloat16)
     assert found.bytes_per_token == 128 * 1024
     assert found.weight_bytes == pytest.approx(16.06e9, rel=0.001)
 
 
-def test_the_footprint_is_that_of_the_model_itself() -> None:
+def test_the_footprint_equals_that_of_the_loaded_model() -> None:
     model = BlockModel(tiny_model("llama"), tiny_tokenizer())
     found = footprint(model.config, torch.float32)
     assert found.bytes_per_token == model.bytes_per_token
@@ -48,7 +48,7 @@ def test_an_int8_block_has_the_planned_size(family: str) -> None:
     assert footprint(model.config, torch.float32).block_bytes(30) == kv.nbytes
 
 
-def test_int8_takes_half_the_bytes_from_disk_and_some_reading() -> None:
+def test_int8_halves_the_bytes_from_disk_and_adds_memory_traffic() -> None:
     machine = Machine(
         memory_bytes=64 * GIB,
         disk_bytes=1000 * GIB,
@@ -62,7 +62,8 @@ def test_int8_takes_half_the_bytes_from_disk_and_some_reading() -> None:
     codes = 2 * layers * heads * channels * 512
     assert found.passage_bytes == codes + layers * heads * 4 * (512 + channels)
     assert found.passage_bytes / (64 << 20) == pytest.approx(0.51, abs=0.001)
-    read = 4 * found.passage_bytes + 2 * 4 * (64 << 20)  # dequantized: written, and read again
+    # Dequantized blocks are written and read again.
+    read = 4 * found.passage_bytes + 2 * 4 * (64 << 20)
     memory, disk = found.tiers
     assert memory.ttft_s == pytest.approx((found.footprint.weight_bytes + read) / 1e10)
     assert disk.ttft_s == pytest.approx(memory.ttft_s + 4 * found.passage_bytes / 1e9)
@@ -71,13 +72,13 @@ def test_int8_takes_half_the_bytes_from_disk_and_some_reading() -> None:
 
 
 @pytest.mark.parametrize("family", ["gemma3_text", "gpt_neox", "mixtral"])
-def test_other_families_are_measured_not_assumed(family: str) -> None:
+def test_footprints_of_other_families_are_measured(family: str) -> None:
     model = tiny_model(family)
     found = footprint(model.config, torch.float32)
     assert found.weight_bytes == sum(p.numel() * 4 for p in model.parameters())
 
 
-def test_times_and_room_follow_from_operations_bytes_and_speeds() -> None:
+def test_times_and_capacity_follow_from_operations_bytes_and_speeds() -> None:
     machine = Machine(
         memory_bytes=64 * GIB,
         disk_bytes=1000 * GIB,
@@ -104,13 +105,13 @@ def test_times_and_room_follow_from_operations_bytes_and_speeds() -> None:
     assert (memory.passages, disk.passages) == (1024, 16000)
 
 
-def test_reading_the_weights_bounds_a_short_forward() -> None:
+def test_a_short_forward_is_limited_by_reading_the_weights() -> None:
     machine = Machine(64 * GIB, GIB, operations_per_s=1e18, device_bytes_per_s=1e10)
     found = plan_capacity(LLAMA_8B, torch.bfloat16, machine, passages=1, passage_tokens=8, top_k=1)
     assert found.full_ttft_s == pytest.approx(found.footprint.weight_bytes / 1e10)
 
 
-def test_weights_take_their_part_of_a_memory_that_may_be_too_small() -> None:
+def test_weights_reduce_the_free_memory_which_may_be_too_small() -> None:
     found = plan_capacity(
         LLAMA_8B, torch.bfloat16, Machine(8 * GIB, GIB), passages=1, passage_tokens=512
     )
@@ -125,7 +126,7 @@ def test_a_model_without_keys_and_values_is_refused() -> None:
         footprint(MambaConfig(num_hidden_layers=1, hidden_size=16), torch.float32)
 
 
-def test_a_store_pays_above_the_speed_at_which_reading_takes_as_long_as_computing() -> None:
+def test_a_store_pays_off_above_the_break_even_read_speed() -> None:
     machine = Machine(
         memory_bytes=GIB, disk_bytes=GIB, operations_per_s=6e14, device_bytes_per_s=2e12
     )
@@ -134,7 +135,7 @@ def test_a_store_pays_above_the_speed_at_which_reading_takes_as_long_as_computin
     )
     speed = planned(machine=machine).break_even_bytes_per_s
     assert speed is not None
-    # An 8B model at 600 * 10^12 operations/s: 128 KiB a token in some 23.5 microseconds.
+    # An 8B model at 600 * 10^12 operations/s produces 128 KiB per token in about 23.5 microseconds.
     assert speed == pytest.approx(5.6e9, rel=0.1)
     for factor, pays in ((1.01, True), (0.99, False)):
         estimate = planned(machine=replace(machine, disk_bytes_per_s=factor * speed))
@@ -157,7 +158,7 @@ def test_operations_of_an_8b_model_equal_published_counts() -> None:
     assert 1 - block / full == pytest.approx(0.998, abs=0.0005)
 
 
-def test_a_prefill_in_two_steps_costs_as_much_as_in_one() -> None:
+def test_a_prefill_in_two_steps_costs_the_same_as_in_one() -> None:
     config = shape_config("tiny")
     output_layer = 2 * config.hidden_size * config.vocab_size
     parts = prefill_flops(config, 30) + prefill_flops(config, 12, 30) - output_layer
@@ -173,6 +174,6 @@ def test_only_active_experts_are_counted() -> None:
 
 
 @pytest.mark.parametrize("name", ["int8", "float7"])
-def test_types_that_are_not_floating_point_are_refused(name: str) -> None:
+def test_non_floating_point_dtypes_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match=f"found '{name}'"):
         floating_type(name)

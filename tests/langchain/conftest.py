@@ -1,4 +1,4 @@
-"""A tiny model that writes letters, and Chroma in both forms."""
+"""Fixtures: a tiny model that writes letters, and Chroma, embedded and as a server."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def chat(engine: BlockAttentionEngine) -> ChatBlockAttention:
 
 
 def passages(count: int = 3, size: int = 60) -> list[Document]:
-    """Documents of about ``size`` characters, each of its own words, with titles."""
+    """Return documents of about ``size`` characters, with titles and without common words."""
     return [
         Document(
             page_content=f" Passage {n}: {' '.join(f'w{n}x{i}' for i in range(size // 6))}.\n",
@@ -52,7 +52,7 @@ def passages(count: int = 3, size: int = 60) -> list[Document]:
 
 @pytest.fixture(params=["embedded", "server"])
 def chroma_client(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
-    """A Chroma client, once of each form."""
+    """A Chroma client, embedded and as a server in turn."""
     if request.param == "embedded":
         return chromadb.PersistentClient(str(tmp_path / "chroma"), settings=NO_TELEMETRY)
     port = request.getfixturevalue("chroma_server")
@@ -61,7 +61,7 @@ def chroma_client(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
 
 @pytest.fixture
 def vector_store(chroma_client: Any) -> Chroma:
-    """An empty collection of its own."""
+    """A new, empty collection."""
     return Chroma(
         client=chroma_client,
         collection_name=f"passages-{uuid4().hex}",

@@ -1,4 +1,4 @@
-"""Agents over cached passages: LangChain's own, its tutorials' graphs, and looking up first."""
+"""Agents over cached passages: LangChain's agents, graphs from its tutorials, ``RetrieveFirst``."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ QUESTION = "<|user|>\n"
 
 
 class Numbered(BaseRetriever):
-    """Finds the passages whose numbers are in the query."""
+    """Retriever that returns the passages whose numbers are in the query."""
 
     documents: list[Document]
     queries: list[str] = Field(default_factory=list)
@@ -67,7 +67,7 @@ def looking_up(query: str, name: str = "look_up") -> str:
 
 
 def steps(prompt: str) -> str:
-    """Looks up what the user asks for, then answers."""
+    """Script of a model that looks up the user's question and then answers."""
     last = prompt.rpartition(QUESTION)[2].partition("<|end|>")[0]
     if last.startswith("<tool_response>"):
         return "Found it."
@@ -95,12 +95,12 @@ async def test_retriever_tool_gives_marked_text_and_handles(retriever: Numbered)
     assert retriever.queries == ["1 2", "1 2"]
 
 
-def test_the_model_sees_that_nothing_was_found(retriever: Numbered) -> None:
+def test_the_model_is_informed_if_nothing_was_found(retriever: Numbered) -> None:
     tool = block_retriever_tool(retriever, "look_up", "Looks up.")
     assert tool.invoke({"query": "nine"}) == NOTHING_FOUND
 
 
-def test_an_agent_with_a_retriever_s_tool_answers_from_stored_passages(retriever: Numbered) -> None:
+def test_an_agent_with_a_retriever_tool_answers_from_stored_passages(retriever: Numbered) -> None:
     chat = chat_that(steps)
     BlockKVTransformer(llm=chat).transform_documents(retriever.documents)
     agent = create_agent(
@@ -111,7 +111,7 @@ def test_an_agent_with_a_retriever_s_tool_answers_from_stored_passages(retriever
     assert [type(one) for one in messages] == [HumanMessage, AIMessage, ToolMessage, AIMessage]
     assert messages[-1].content == "Found it."
     reuse = reuse_of(messages[-1])
-    assert (reuse["hits"], reuse["misses"]) == (2, 1)  # the passages; all before them is new
+    assert (reuse["hits"], reuse["misses"]) == (2, 1)  # both passages; the text before them is new
 
 
 def test_each_turn_of_an_agent_computes_only_new_tokens(retriever: Numbered) -> None:
@@ -128,7 +128,7 @@ def test_each_turn_of_an_agent_computes_only_new_tokens(retriever: Numbered) -> 
         computed.append(reuse_of(last)["computed_tokens"])
         prompts.append(last.usage_metadata["input_tokens"])
     assert prompts[-1] > 2 * prompts[0]
-    assert len(set(computed[1:])) == 1  # the same in every turn, however long the history
+    assert len(set(computed[1:])) == 1  # does not grow with the history
 
 
 @pytest.mark.parametrize("is_async", [False, True])
@@ -136,7 +136,7 @@ async def test_passages_are_looked_up_before_the_model_is_asked(
     retriever: Numbered, chat: ChatBlockAttention, is_async: bool
 ) -> None:
     BlockKVTransformer(llm=chat).transform_documents(retriever.documents)
-    # The model's template knows no tools.
+    # The model's chat template does not support tools.
     agent = create_agent(chat, [], middleware=[RetrieveFirst(retriever)])
     given: Any = {"messages": [("human", "About 0 1")]}
     result = await agent.ainvoke(given) if is_async else agent.invoke(given)
@@ -150,7 +150,7 @@ async def test_passages_are_looked_up_before_the_model_is_asked(
 
 @pytest.fixture
 def chat_with_tools() -> ChatBlockAttention:
-    """A model that writes letters, and whose chat template supports tools."""
+    """A chat model that writes letters, with a chat template that supports tools."""
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = TOOL_TEMPLATE
     engine = BlockAttentionEngine(BlockModel(tiny_block_model().hf_model, tokenizer))
@@ -158,7 +158,7 @@ def chat_with_tools() -> ChatBlockAttention:
 
 
 def answer_of_oracle(chat: ChatBlockAttention, messages: list[BaseMessage]) -> str:
-    """The greedy answer of one dense forward per token."""
+    """Compute the greedy answer with one dense forward pass per token."""
     model = chat.engine.model
     ids = model.tokenizer.prompt_ids(chat.to_prompt(messages))
     ends = sorted(model.end_token_ids)
@@ -168,7 +168,7 @@ def answer_of_oracle(chat: ChatBlockAttention, messages: list[BaseMessage]) -> s
 
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("as_tool_call", [False, True])
-async def test_answers_over_retrieved_passages_equal_the_oracles(
+async def test_answers_over_retrieved_passages_match_the_oracle(
     retriever: Numbered, chat_with_tools: ChatBlockAttention, as_tool_call: bool, is_async: bool
 ) -> None:
     chat = chat_with_tools
@@ -178,7 +178,7 @@ async def test_answers_over_retrieved_passages_equal_the_oracles(
     given: Any = {"messages": [("human", "About 0 1")]}
     result = await agent.ainvoke(given) if is_async else agent.invoke(given)
     question, call, found, answer = result["messages"]
-    assert question.content == "About 0 1"  # the messages of the agent are the same in both forms
+    assert question.content == "About 0 1"  # messages have the same form in both cases
     assert [one.page_content for one in found.artifact] == [x.page_content for x in passages(2)]
     assert reuse_of(answer)["hits"] == 2
 
@@ -204,7 +204,7 @@ def test_later_turns_reuse_passages_looked_up_first(
         given: Any = {"messages": [("human", f"About {turn % 4} 3")]}
         last = agent.invoke(given, config)["messages"][-1]
         computed.append(reuse_of(last)["computed_tokens"])
-    assert len(set(computed[1:])) == 1  # the same in every turn, however long the history
+    assert len(set(computed[1:])) == 1  # does not grow with the history
     *_, prompt = prompts_of(chat)
     assert prompt.count("Passage 3:") == 4
     assert prompt.count("tool_call") == 4 * 2 * as_tool_call
@@ -241,7 +241,7 @@ def test_passages_remain_if_a_middleware_removes_the_question(retriever: Numbere
     assert "tool_call" not in prompt
 
 
-def test_calls_of_the_model_stay_tool_calls(retriever: Numbered) -> None:
+def test_tool_calls_of_the_model_are_kept(retriever: Numbered) -> None:
     chat = chat_that(
         lambda prompt: "Found it." if "<tool_response>" in prompt else looking_up("3", "retrieve")
     )
@@ -292,7 +292,9 @@ def test_invalid_retrievers_and_models_raise_in_the_constructor(retriever: Numbe
         RetrieveFirst(retriever, condense=name)
 
 
-def test_template_without_tool_results_gets_passages_first(retriever: Numbered) -> None:
+def test_templates_without_tool_results_get_passages_before_the_question(
+    retriever: Numbered,
+) -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = (
         "{{ bos_token }}{# no tool is known here #}{% for m in messages %}"
@@ -312,7 +314,7 @@ def test_template_without_tool_results_gets_passages_first(retriever: Numbered) 
     assert prompt.index("Passage 0:") < prompt.index("About 0 1")
 
 
-def test_only_questions_are_looked_up(retriever: Numbered) -> None:
+def test_retrieval_only_runs_for_questions(retriever: Numbered) -> None:
     first = RetrieveFirst(retriever)
     assert first.before_agent({"messages": [HumanMessage(" ")]}, None) is None
     assert first.before_agent({"messages": [AIMessage("Hi")]}, None) is None

@@ -1,4 +1,4 @@
-"""Batches: real ones, with every input's own config, answer and error."""
+"""``batch`` runs real batches, and gives every input its own config, answer or error."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def engine() -> CountingEngine:
 
 
 def inputs(count: int = 8) -> list[Any]:
-    """Questions over shared passages, each over its own number of them."""
+    """Return questions with different numbers of shared passages."""
     return [
         [("system", format_blocks(passages(n % 3))), ("human", f"Question {n}?")]
         for n in range(count)
@@ -34,7 +34,7 @@ def inputs(count: int = 8) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def one_by_one() -> list[Any]:
-    """Answers of single calls."""
+    """Answers of individual calls."""
     chat = ChatBlockAttention(engine=counting_engine(), max_tokens=6)
     return [chat.invoke(messages).content for messages in inputs()]
 
@@ -43,7 +43,7 @@ def contents(messages: Sequence[Any]) -> list[Any]:
     return [message.content for message in messages]
 
 
-async def test_a_batch_of_eight_is_one_batch_with_the_answers_of_single_calls(
+async def test_eight_inputs_are_one_batch_with_the_answers_of_single_calls(
     chat: ChatBlockAttention, engine: CountingEngine, one_by_one: list[Any]
 ) -> None:
     assert contents(chat.batch(inputs())) == one_by_one
@@ -82,7 +82,7 @@ def test_each_input_has_its_own_callbacks_and_run(chat: ChatBlockAttention) -> N
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-async def test_one_input_that_fails_leaves_the_others_their_answers(
+async def test_a_failing_input_does_not_affect_the_other_answers(
     chat: ChatBlockAttention, one_by_one: list[Any], asynchronous: bool
 ) -> None:
     mixed: list[Any] = [*inputs(2), [("human", "x" * 9000)]]
@@ -98,7 +98,7 @@ async def test_one_input_that_fails_leaves_the_others_their_answers(
 
 
 def test_first_failure_ends_the_batch(chat: ChatBlockAttention, one_by_one: list[Any]) -> None:
-    """The executor begins no more calls then, and those under way would wait for them."""
+    """The executor starts no further calls, so running calls must not wait for them."""
     too_long: list[Any] = [[("human", "x" * 9000)]] * 2
     many: list[Any] = [[("human", f"Question {n}?")] for n in range(18)]
     with pytest.raises(ContextOverflowError):

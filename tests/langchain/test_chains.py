@@ -1,4 +1,4 @@
-"""One question in three ways: LCEL, the stuff chain, a retriever tool in an agent's loop."""
+"""The same question through LCEL, the stuff chain, and a retriever tool in an agent loop."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Ask = Callable[[str], Answer]
 
 
 class Figures(BaseCallbackHandler):
-    """What the last answer of the model reused."""
+    """Callback that keeps the reuse statistics of the last answer."""
 
     def __init__(self) -> None:
         self.last: dict[str, Any] = {}
@@ -50,7 +50,7 @@ class Figures(BaseCallbackHandler):
 
 
 class RetrieveFirst(AgentMiddleware[Any, Any]):
-    """Looks every question up before the model answers: for models that call no tools."""
+    """Middleware that retrieves passages for every question, for models that call no tools."""
 
     def __init__(self, tool: str) -> None:
         super().__init__()
@@ -117,6 +117,7 @@ def test_the_second_question_reuses_every_passage_in_another_order(
     assert sorted(orders[0]) == sorted(orders[1]) == sorted(texts)
     ask = way(chat, retriever, Figures())
     first, second = (ask(question) for question in questions)
-    assert (first.figures["hits"], first.figures["misses"]) == (3, 1)  # all but what is before
+    # The miss is the text before the passages.
+    assert (first.figures["hits"], first.figures["misses"]) == (3, 1)
     assert (second.figures["hits"], second.figures["misses"]) == (4, 0)
     assert len(first.text) == 6

@@ -1,4 +1,4 @@
-"""The chat model: every way to call it, its figures, its options, its copies."""
+"""The chat model: methods, statistics, options and copies."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def whole(chunks: list[AIMessageChunk]) -> AIMessageChunk:
     return message
 
 
-async def test_every_way_to_call_gives_the_same_answer(chat: ChatBlockAttention) -> None:
+async def test_all_methods_give_the_same_answer(chat: ChatBlockAttention) -> None:
     expected = chat.invoke(asking()).content
     assert expected
     assert whole(list(chat.stream(asking()))).content == expected
@@ -43,7 +43,7 @@ async def test_every_way_to_call_gives_the_same_answer(chat: ChatBlockAttention)
     assert chat.invoke(asking(), mode="full").usage_metadata["input_tokens"] > 0  # type: ignore[index]
 
 
-def test_figures_count_reused_and_computed_tokens(chat: ChatBlockAttention) -> None:
+def test_statistics_count_reused_and_computed_tokens(chat: ChatBlockAttention) -> None:
     first, second = (chat.invoke(asking()) for _ in range(2))
     for message, hits in ((first, 0), (second, 4)):
         usage, reuse = message.usage_metadata, message.response_metadata["block_attention"]
@@ -58,7 +58,7 @@ def test_figures_count_reused_and_computed_tokens(chat: ChatBlockAttention) -> N
     assert second.response_metadata["model_provider"] == "blockattn_rag"
 
 
-def test_usage_handlers_find_the_figures_under_the_model_s_name(chat: ChatBlockAttention) -> None:
+def test_usage_handlers_receive_token_counts_by_model_name(chat: ChatBlockAttention) -> None:
     handler = UsageMetadataCallbackHandler()
     chat.batch([asking(), asking("Who?")], {"callbacks": [handler]})
     (usage,) = handler.usage_metadata.values()
@@ -83,7 +83,7 @@ def test_an_unknown_option_is_refused(chat: ChatBlockAttention) -> None:
         chat.invoke("Hello", tempurature=1)
 
 
-def test_tokens_are_counted_as_the_model_sees_them(chat: ChatBlockAttention) -> None:
+def test_token_counts_include_the_chat_template(chat: ChatBlockAttention) -> None:
     messages = chat._convert_input(asking()).to_messages()
     usage = chat.invoke(messages).usage_metadata
     assert usage is not None
@@ -91,7 +91,7 @@ def test_tokens_are_counted_as_the_model_sees_them(chat: ChatBlockAttention) -> 
     assert chat.get_num_tokens(format_blocks(passages(1))) == len(passages(1)[0].page_content) - 2
 
 
-def test_an_answer_cache_is_asked_first(chat: ChatBlockAttention) -> None:
+def test_cached_answers_are_returned_without_running_the_model(chat: ChatBlockAttention) -> None:
     cached = ChatBlockAttention(source=chat.source, max_tokens=6, cache=InMemoryCache())
     first = cached.invoke(asking())
     again = cached.batch([asking(), asking("Who?")])
@@ -120,12 +120,12 @@ def test_named_model_is_loaded_once(saved_model: Path, tmp_path: Path, loads: li
     chooser = chat.configurable_fields(max_tokens=ConfigurableField("length"))
     answer = chooser.invoke(asking(), {"configurable": {"length": 2}})
     assert len(str(answer.content)) == 2
-    assert len(loads) == 1  # the configured copy shares it
+    assert len(loads) == 1  # shared by the configured copy
     assert copy.deepcopy(chat).engine is chat.engine
     assert isinstance(chat.engine.store, DirectoryStore)
 
 
-def test_a_recipe_stays_when_another_store_is_configured(saved_model: Path, tmp_path: Path) -> None:
+def test_configuring_another_store_keeps_the_recipe(saved_model: Path, tmp_path: Path) -> None:
     model = BlockModel.from_pretrained(saved_model, device="cpu")
     recipe = recipe_of(model)
     chat = ChatBlockAttention(model=saved_model, recipe=recipe, max_new_tokens=3)

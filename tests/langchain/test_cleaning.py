@@ -1,4 +1,4 @@
-"""Markers are for our own models: nobody else is given them."""
+"""Markers are removed from everything that is sent to other models."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_every_kind_of_prompt_and_message_is_cleaned() -> None:
 
 
 def failing(chat: ChatBlockAttention) -> ChatBlockAttention:
-    """A model that answers from stored passages alone, of which there are none."""
+    """Return a model that fails, because it only uses stored passages and its store is empty."""
     engine = BlockAttentionEngine(chat.engine.model, on_miss="error")
     return ChatBlockAttention(engine=engine)
 
@@ -69,7 +69,7 @@ def test_fallbacks_of_other_packages_get_no_markers(chat: ChatBlockAttention) ->
     assert passages(2)[1].page_content.strip() in str(seen)
 
 
-def test_a_fallback_of_our_own_keeps_them(chat: ChatBlockAttention) -> None:
+def test_a_fallback_to_our_own_model_keeps_markers(chat: ChatBlockAttention) -> None:
     broken = failing(chat)
     marked = [("system", format_blocks(passages(2))), ("human", "Which?")]
     others = [chat.bind(max_tokens=2).with_retry(), FakeListChatModel(responses=["no"])]
@@ -95,7 +95,7 @@ def test_tool_artifacts_need_no_markers(chat: ChatBlockAttention) -> None:
     assert blocks == [document.page_content.strip() for document in found]
 
 
-def test_an_artifact_is_marked_only_at_complete_lines(chat: ChatBlockAttention) -> None:
+def test_artifacts_are_marked_only_where_they_fill_complete_lines(chat: ChatBlockAttention) -> None:
     documents = [Document("e"), Document("lines\nof text")]
     message = ToolMessage("Results:\ne\n\nlines\nof text", tool_call_id="1", artifact=documents)
     prompt = chat.to_prompt([HumanMessage("Which?"), message])

@@ -1,4 +1,4 @@
-"""Documents as marked passages: the prompt, the helper for chains, stamps."""
+"""Documents as marked passages: the document prompt, the helper for chains, and stamps."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_each_document_becomes_one_verified_block() -> None:
     ]
 
 
-def test_empty_documents_are_left_out() -> None:
+def test_empty_documents_are_dropped() -> None:
     assert format_blocks([Document(" \n"), Document("a")]) == wrap("a")
 
 
@@ -51,7 +51,7 @@ async def test_the_prompt_formats_asynchronously_too() -> None:
     assert await TITLED.aformat(title="A", page_content="b") == wrap("title: A\n\nb")
 
 
-def test_a_stamp_names_the_formatted_text_and_leaves_the_document_alone() -> None:
+def test_stamping_adds_the_handle_of_the_formatted_text_to_a_copy() -> None:
     document = Document(" text\n", metadata={"title": "A"}, id="7")
     stamped = TITLED.stamp(document)
     assert stamped.metadata["kv_handle"] == handle_of("title: A\n\n text")
@@ -60,7 +60,7 @@ def test_a_stamp_names_the_formatted_text_and_leaves_the_document_alone() -> Non
     assert TITLED.stamp(stamped) == stamped
 
 
-def test_a_document_that_became_empty_loses_its_stamp() -> None:
+def test_stamps_are_removed_from_empty_documents() -> None:
     stamped = BlockDocumentPrompt().stamp(Document("text"))
     emptied = stamped.model_copy(update={"page_content": " "})
     assert BlockDocumentPrompt().stamp(emptied).metadata == {}

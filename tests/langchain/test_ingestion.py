@@ -36,7 +36,9 @@ async def test_ingestion_runs_asynchronously_and_shows_progress(
     assert "Encoding tokens" in capsys.readouterr().err
 
 
-def test_the_compressor_replaces_and_logs_stale_handles(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_compressor_replaces_stale_handles_and_logs_them(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     compressor = BlockKVCompressor()
     fresh = [BlockDocumentPrompt().stamp(document) for document in passages(2)]
     stale = fresh[0].model_copy(update={"page_content": "New text."})
@@ -48,7 +50,7 @@ def test_the_compressor_replaces_and_logs_stale_handles(caplog: pytest.LogCaptur
         handle_of(d.page_content.strip()) for d in (stale, fresh[1], Document("never stamped"))
     ]
     assert "1 of 3 retrieved documents" in caplog.text
-    # After an extractor the vector store's text is not at fault.
+    # The mismatch may be caused by an extractor rather than by the vector store.
     assert "If a previous step shortens or rewrites documents" in caplog.text
 
 
@@ -57,7 +59,7 @@ def test_a_compressor_pickles() -> None:
     assert pickle.loads(pickle.dumps(compressor)).document_prompt == TITLED
 
 
-def test_the_documents_of_small_pieces_are_hits(chat: ChatBlockAttention) -> None:
+def test_parent_documents_of_small_chunks_are_hits(chat: ChatBlockAttention) -> None:
     docstore = InMemoryStore()
     retriever = ParentDocumentRetriever(
         vectorstore=InMemoryVectorStore(HashingEmbeddings(dimensions=64)),
@@ -71,7 +73,7 @@ def test_the_documents_of_small_pieces_are_hits(chat: ChatBlockAttention) -> Non
     messages = [("system", format_blocks(found)), ("human", "Which?")]
     reuse = chat.invoke(messages).response_metadata["block_attention"]
     assert reuse["hits"] == len(found)
-    # What refers to the parents' blocks is the docstore, and not the pieces.
+    # The docstore, not the chunks, refers to the blocks of the parents.
     assert live_handles(docstore.mget(list(docstore.yield_keys()))) == {
         handle_of(d.page_content.strip()) for d in parents
     }

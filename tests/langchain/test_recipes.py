@@ -1,4 +1,4 @@
-"""Recipes as an argument of the model, of its calls, and in what is reported."""
+"""Recipes of chat models and of single calls, and how they are reported."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_the_constructors_have_few_arguments() -> None:
         "model", "engine", "kv_store", "recipe", "block_template",
         "model_kwargs", "max_tokens", "temperature", "stop", "recognize", "generate_kwargs",
     }  # fmt: skip
-    own.add("streaming")  # which LangChain's suite requires
+    own.add("streaming")  # required by LangChain's test suite
     inherited = {*BaseChatModel.model_fields} - own
     fields = {
         field.alias or name
@@ -37,7 +37,7 @@ def test_the_constructors_have_few_arguments() -> None:
     assert len(own) == 12
 
 
-def test_an_answer_cache_separates_recipes_of_engines(chat: ChatBlockAttention) -> None:
+def test_cached_answers_depend_on_the_recipe_of_the_engine(chat: ChatBlockAttention) -> None:
     cache, engine = InMemoryCache(), chat.engine
 
     def ask(recipe: Any, **fields: Any) -> str:
@@ -54,7 +54,7 @@ def test_an_answer_cache_separates_recipes_of_engines(chat: ChatBlockAttention) 
     assert len(cache._cache) == 5
 
 
-def test_an_answer_cache_separates_models_of_one_name() -> None:
+def test_cached_answers_distinguish_models_with_the_same_name() -> None:
     engines = [
         BlockAttentionEngine(BlockModel(tiny_model(seed=n), tiny_tokenizer())) for n in (0, 1)
     ]
@@ -63,7 +63,7 @@ def test_an_answer_cache_separates_models_of_one_name() -> None:
     assert one._identifying_params != other._identifying_params
 
 
-def test_an_answer_cache_separates_recipes(saved: str, tmp_path: Path) -> None:
+def test_cached_answers_depend_on_the_recipe(saved: str, tmp_path: Path) -> None:
     found = []
     for recipe in (None, Recipe("bos"), Recipe("head:4")):
         if recipe is not None:
@@ -73,6 +73,6 @@ def test_an_answer_cache_separates_recipes(saved: str, tmp_path: Path) -> None:
             assert chat._identifying_params == chat._identifying_params
             found.append(str(chat._identifying_params["engine"]))
     none, bos, beside, bos_again, own, other, bos_too, other_own = found
-    assert bos == bos_again == bos_too == own  # one digest: that of the sink alone
-    # "auto" may also use the settings of stock models.
+    assert bos == bos_again == bos_too == own  # same digest, because the recipes only set the sink
+    # "auto" may also choose the settings for stock models.
     assert len({none, bos, beside, other, other_own}) == 5

@@ -1,4 +1,4 @@
-"""Settings of a chat model: variables of its template, its thoughts, its profile."""
+"""Settings of a chat model: template variables, thoughts and profile."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_cached_answers_depend_on_template_variables(chat: ChatBlockAttention) -
     assert len(cache._cache) == 4
 
 
-def test_template_gets_earlier_thoughts(chat: ChatBlockAttention) -> None:
+def test_the_template_receives_earlier_thoughts(chat: ChatBlockAttention) -> None:
     earlier = chat.invoke(ASKED, **says(ANSWER))
     as_part = AIMessage([{"type": "reasoning", "reasoning": "It is deep."}, "31 metres."])
     for message in (earlier, as_part):
@@ -78,7 +78,7 @@ def test_the_profile_reports_limits_and_modalities(chat: ChatBlockAttention) -> 
     }
 
 
-def test_the_profile_reports_support_of_tools() -> None:
+def test_the_profile_reports_tool_support() -> None:
     tokenizer = thinking_tokenizer()
     tokenizer.chat_template = QWEN3
     hf_model = tiny_model("llama")

@@ -1,4 +1,4 @@
-"""What LangChain stores, LlamaIndex finds, and the other way round."""
+"""LangChain and LlamaIndex reuse each other's entries."""
 
 from __future__ import annotations
 

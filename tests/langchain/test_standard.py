@@ -1,4 +1,4 @@
-"""LangChain's own tests of chat models, on a model that is told which tools to call."""
+"""LangChain's standard tests of chat models, with a scripted model that calls tools."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Detail = Literal[
 ]
 
 
-# What is asked of the model, and the tool that it calls then.
+# Text of the request: the tool that the model calls, and its arguments.
 ASKED: dict[str, tuple[str, dict[str, Any]]] = {
     "magic_function(3)": ("magic_function", {"input": 3}),
     "magic_function_no_args()": ("magic_function_no_args", {}),
@@ -32,7 +32,7 @@ ASKED: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def answer_to(prompt: str) -> str:
-    """Calls the tool that was asked for, once; else a word or two."""
+    """Script of a model that calls the requested tool once, and otherwise gives a short answer."""
     question = prompt.rpartition("<|user|>\n")[2]
     if "joke" in question.lower():
         named = re.search(r'"name": "(\w*[jJ]oke\w*)"', prompt)
@@ -52,7 +52,7 @@ def call_of(name: str, arguments: dict[str, Any]) -> str:
 
 
 class UnderTest:
-    """What the suite asks of the class under test."""
+    """Properties that the suite requires of the tested class."""
 
     chat_model_class = ChatBlockAttention
     supports_model_override = False
@@ -65,12 +65,12 @@ class UnderTest:
 
     @property
     def standard_chat_model_params(self) -> dict[str, Any]:
-        # The suite's own, with room for an answer.
+        # The defaults of the suite, with enough tokens for an answer.
         return {"temperature": 0, "max_tokens": 200, "stop": [], "timeout": 60, "max_retries": 2}
 
 
 class Usage:
-    """The hooks by which the suite looks at the figures of cached tokens."""
+    """Hooks with which the suite checks the counts of cached tokens."""
 
     chat_model_params: dict[str, Any]
 

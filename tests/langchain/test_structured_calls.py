@@ -1,4 +1,4 @@
-"""Objects of a schema beside tools: as a call's arguments, and from LangChain's agents."""
+"""Structured output in combination with tools, and from LangChain's agents."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def looking_up_first(last: str) -> Script:
 
 
 @pytest.mark.parametrize("schema", [Tower, Tower.model_json_schema()])
-def test_function_calling_forces_a_call_whose_arguments_are_the_object(schema: Any) -> None:
-    chat = scripted("It is 214 metres tall.")  # a grammar makes a call of it all the same
+def test_function_calling_forces_a_call_and_returns_its_arguments(schema: Any) -> None:
+    chat = scripted("It is 214 metres tall.")  # the grammar forces a call anyway
     structured = chat.with_structured_output(schema, method="function_calling", include_raw=True)
     found = structured.invoke("How tall?")
     (call,) = found["raw"].tool_calls
@@ -62,7 +62,7 @@ def test_function_calling_forces_a_call_whose_arguments_are_the_object(schema: A
     assert [*plain.stream("How tall?")] == [found["parsed"]]
 
 
-def test_a_call_that_is_cut_raises() -> None:
+def test_a_call_that_is_cut_off_raises() -> None:
     chat = scripted(AS_CALL, max_tokens=45)
     structured = chat.with_structured_output(Tower, method="function_calling")
     with pytest.raises(IncompleteAnswerError, match="cut off at its token limit"):
@@ -72,7 +72,7 @@ def test_a_call_that_is_cut_raises() -> None:
 
 
 @pytest.mark.parametrize("answer", [LOOKING_UP, OBJECT])
-def test_a_model_with_tools_calls_one_or_answers_by_the_schema(answer: str) -> None:
+def test_a_model_with_tools_and_a_schema_calls_or_follows_the_schema(answer: str) -> None:
     model = scripted(answer).bind_tools([look_up], response_format=Tower)
     found = model.invoke("How tall?")
     called = [(one["name"], one["args"]) for one in found.tool_calls]
@@ -95,7 +95,7 @@ def test_a_required_call_takes_precedence_over_the_schema() -> None:
     ("asked", "last"),
     [(ProviderStrategy(Tower), OBJECT), (Tower, OBJECT), (ToolStrategy(Tower), AS_CALL)],
 )
-async def test_an_agent_looks_up_and_gives_its_object(asked: Any, last: str) -> None:
+async def test_an_agent_calls_tools_and_returns_an_object(asked: Any, last: str) -> None:
     chat = scripted(looking_up_first(last))
     agent: Any = create_agent(chat, tools=[look_up], response_format=asked)
     question: Any = {"messages": [("human", "How tall?")]}
@@ -106,7 +106,7 @@ async def test_an_agent_looks_up_and_gives_its_object(asked: Any, last: str) -> 
 
 
 @pytest.mark.parametrize("asked", [ProviderStrategy(Tower), ToolStrategy(Tower)])
-def test_an_agent_without_tools_gives_its_object(asked: Any) -> None:
+def test_an_agent_without_tools_returns_an_object(asked: Any) -> None:
     agent: Any = create_agent(scripted("Hm."), tools=[], response_format=asked)
     state = agent.invoke({"messages": [("human", "How tall?")]})
     assert isinstance(state["structured_response"], Tower)
@@ -114,7 +114,7 @@ def test_an_agent_without_tools_gives_its_object(asked: Any) -> None:
 
 @pytest.mark.parametrize("opens", [False, True])
 @pytest.mark.parametrize("method", ["json_schema", "json_mode", "function_calling"])
-def test_an_object_is_never_taken_for_thoughts(method: Any, opens: bool) -> None:
+def test_an_object_is_never_mistaken_for_thoughts(method: Any, opens: bool) -> None:
     chat = scripted(
         AS_CALL if method == "function_calling" else OBJECT, model=thinking_model(opens=opens)
     )

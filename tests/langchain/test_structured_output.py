@@ -1,4 +1,4 @@
-"""``with_structured_output``: objects of a schema, whole or an error, in all its forms."""
+"""All forms of ``with_structured_output`` return complete objects of the schema, or raise."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def chat(engine: BlockAttentionEngine) -> ChatBlockAttention:
 
 
 @pytest.mark.parametrize("method", ["json_schema", "function_calling", "json_mode"])
-def test_a_pydantic_class_gives_its_objects(chat: ChatBlockAttention, method: Any) -> None:
+def test_a_pydantic_class_returns_its_objects(chat: ChatBlockAttention, method: Any) -> None:
     structured = chat.with_structured_output(Tower, method=method)
     found = structured.invoke(ASKED)
     assert isinstance(found, Tower)
@@ -70,7 +70,7 @@ def test_a_pydantic_class_gives_its_objects(chat: ChatBlockAttention, method: An
         ({"name": "Tower", "schema": SCHEMA, "strict": True}, {"höhe", "parts"}),
     ],
 )
-def test_other_schemas_give_dicts(chat: ChatBlockAttention, schema: Any, keys: set[str]) -> None:
+def test_other_schemas_return_dicts(chat: ChatBlockAttention, schema: Any, keys: set[str]) -> None:
     assert chat.with_structured_output(schema).invoke(ASKED).keys() == keys
 
 
@@ -80,11 +80,11 @@ def test_an_invalid_schema_raises_value_error(chat: ChatBlockAttention, wrong: A
         chat.with_structured_output(wrong)
 
 
-def test_a_class_of_pydantics_version_1_gives_its_objects(chat: ChatBlockAttention) -> None:
+def test_a_pydantic_v1_class_returns_its_objects(chat: ChatBlockAttention) -> None:
     assert isinstance(chat.with_structured_output(TowerV1).invoke(ASKED), TowerV1)
 
 
-def test_schemas_keep_their_names_and_references() -> None:
+def test_names_and_references_of_schemas_are_kept() -> None:
     assert named_schema(SCHEMA) == {"name": "Turm", "schema": SCHEMA}
     assert named_schema(TowerDict)["name"] == "TowerDict"
     assert named_schema(TowerDict)["schema"]["required"] == ["höhe"]
@@ -94,7 +94,7 @@ def test_schemas_keep_their_names_and_references() -> None:
     assert "$ref" in str(named_schema(Node)["schema"])
 
 
-def test_the_raw_message_has_the_reuse_figures(chat: ChatBlockAttention) -> None:
+def test_the_raw_message_has_the_reuse_statistics(chat: ChatBlockAttention) -> None:
     chat.invoke(ASKED)
     found = chat.with_structured_output(Tower, include_raw=True).invoke(ASKED)
     assert isinstance(found["raw"], AIMessage)
@@ -105,7 +105,7 @@ def test_the_raw_message_has_the_reuse_figures(chat: ChatBlockAttention) -> None
     assert usage["input_token_details"]["cache_read"] > 0
 
 
-def test_an_answer_that_is_cut_raises_and_returns_no_object(chat: ChatBlockAttention) -> None:
+def test_an_answer_that_is_cut_off_raises(chat: ChatBlockAttention) -> None:
     short = chat.model_copy(update={"max_tokens": 12})
     for method in ("json_schema", "json_mode"):
         for schema in (Tower, SCHEMA):
@@ -133,7 +133,7 @@ def test_a_stream_returns_partial_objects(chat: ChatBlockAttention) -> None:
     assert asyncio.run(streamed()) == found
 
 
-def test_json_mode_alone_needs_no_schema(chat: ChatBlockAttention) -> None:
+def test_only_json_mode_needs_no_schema(chat: ChatBlockAttention) -> None:
     structured = chat.with_structured_output(None, method="json_mode", include_raw=True)
     assert structured.invoke(ASKED)["raw"].content.lstrip().startswith("{")
     with pytest.raises(ValueError, match="Found no schema, which"):

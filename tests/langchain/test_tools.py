@@ -1,4 +1,4 @@
-"""Tools of a chat model: binding them, calls in answers and streams, and results in history."""
+"""Tools of a chat model: binding, calls in answers and streams, and results in the history."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def ask(model: Any, how: str, given: Any = "Which towers?") -> AIMessage:
     return whole
 
 
-def test_every_kind_of_tool_is_shown_to_the_model_as_its_definition() -> None:
+def test_every_kind_of_tool_is_converted_to_a_definition() -> None:
     chat = scripted("None.")
     plain: dict[str, Any] = {"title": "Negate", "description": "Negate.", "type": "object"}
     plain["properties"] = {"a": {"type": "integer"}}
@@ -79,7 +79,7 @@ def test_every_kind_of_tool_is_shown_to_the_model_as_its_definition() -> None:
 
 
 @pytest.mark.parametrize("answer", [f"I look.\n{CALL}", f"One\n{CALL}\ntwo\n{CALL}\nthree {OTHER}"])
-def test_calls_and_texts_stay_apart_in_standard_content(answer: str) -> None:
+def test_standard_content_separates_calls_and_text(answer: str) -> None:
     engine = ScriptedEngine(lambda _: answer)
     chat = ChatBlockAttention(engine=engine, max_tokens=400, output_version="v1")
     chunks: Any = chat.bind_tools([look_up, add]).stream("Which towers?")
@@ -91,7 +91,7 @@ def test_calls_and_texts_stay_apart_in_standard_content(answer: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["invoke", "stream"])
-def test_results_and_calls_are_in_the_next_prompt_and_their_passages_are_blocks(how: str) -> None:
+def test_the_next_prompt_has_calls_and_results_with_passages_as_blocks(how: str) -> None:
     chat = scripted(lambda prompt: "Two." if "<tool_response>" in prompt else CALL)
     model = chat.bind_tools([look_up])
     asked = HumanMessage("Which towers?")
@@ -102,17 +102,17 @@ def test_results_and_calls_are_in_the_next_prompt_and_their_passages_are_blocks(
     last = prompts_of(chat)[-1]
     assert f"<|assistant|>\n{CALL}<|end|>\n<|user|>\n<tool_response>\nPassage 0:" in last
     reuse = answers[1].response_metadata["block_attention"]
-    assert (reuse["hits"], reuse["misses"]) == (3, 0)  # two passages, and all before them
+    assert (reuse["hits"], reuse["misses"]) == (3, 0)  # two passages and the text before them
 
 
-def test_a_malformed_call_is_shown_to_the_model_again() -> None:
+def test_a_malformed_call_is_part_of_the_next_prompt() -> None:
     chat = scripted('<tool_call>\n{"name": "look_up"}\n</tool_call>')
     answer = chat.bind_tools([look_up]).invoke("?")
     chat.invoke([HumanMessage("?"), answer, HumanMessage("Once more.")])
     assert '<|assistant|>\n{"name": "look_up"}<|end|>' in prompts_of(chat)[-1]
 
 
-def test_template_without_tools_is_refused(engine: BlockAttentionEngine) -> None:
+def test_a_template_without_tool_support_is_refused(engine: BlockAttentionEngine) -> None:
     chat = ChatBlockAttention(engine=engine)
     with pytest.raises(ValueError, match=r"supports no tools.*RetrieveFirst"):
         chat.bind_tools([look_up])

@@ -1,4 +1,4 @@
-"""Documents that change or go: the answer follows the text, and their KV can be collected."""
+"""Changed and deleted documents: answers use the current text, and unused KV is collected."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def found(vector_store: Chroma) -> dict[str, Document]:
     return {str(document.id): document for document in documents}
 
 
-def test_a_raw_upsert_keeps_the_old_handle_yet_the_model_reads_the_new_text(
+def test_after_a_raw_upsert_the_model_reads_the_new_text(
     chat: ChatBlockAttention, engine: BlockAttentionEngine, filled: Chroma
 ) -> None:
     old = found(filled)["p0"]
@@ -69,7 +69,9 @@ def test_a_raw_upsert_keeps_the_old_handle_yet_the_model_reads_the_new_text(
     assert is_stored(engine, found(filled)["p1"])
 
 
-def test_shown_metadata_frees_the_entry(engine: BlockAttentionEngine, filled: Chroma) -> None:
+def test_changing_visible_metadata_frees_the_entry(
+    engine: BlockAttentionEngine, filled: Chroma
+) -> None:
     old = found(filled)["p0"]
     for metadata, kept in (({"read": 7}, True), ({"title": "Other"}, False)):
         filled.update_document("p0", Document(old.page_content, metadata=metadata, id="p0"))

@@ -1,4 +1,4 @@
-"""A tiny engine that records what reaches it, and passages to ask it about."""
+"""Fixtures: a tiny engine that records its calls, and passages."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Call(NamedTuple):
 
 
 class RecordingEngine(BlockAttentionEngine):
-    """The real engine, which notes what it was asked and answered, and the sizes of its batches of
-    more than one request."""
+    """Engine that records its prompts and answers, and the sizes of its batches of more than one
+    request."""
 
     def __init__(self, model: BlockModel, **kwargs: Any) -> None:
         super().__init__(model, MemoryStore(1 << 28), **kwargs)
@@ -82,7 +82,7 @@ def llm(engine: RecordingEngine) -> BlockAttentionLLM:
 
 @pytest.fixture(autouse=True)
 def _own_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """LlamaIndex's global settings, as they were before the test."""
+    """Reset LlamaIndex's global settings, and restore them after the test."""
     for name in ("_llm", "_prompt_helper", "_embed_model", "_callback_manager", "_node_parser"):
         monkeypatch.setattr(Settings, name, None)
     monkeypatch.setattr(llama_index.core, "global_tokenizer", None)
@@ -90,7 +90,7 @@ def _own_settings(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def tokenized(block_model: BlockModel, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Every text that is tokenized during the test."""
+    """Texts that are tokenized during the test."""
     texts: list[str] = []
     original = BlockTokenizer._ids
 
@@ -104,7 +104,7 @@ def tokenized(block_model: BlockModel, monkeypatch: pytest.MonkeyPatch) -> list[
 
 
 def passages(count: int = 3, size: int = 80) -> list[BaseNode]:
-    """Nodes of about ``size`` characters, each of its own words, one with metadata."""
+    """Return nodes of about ``size`` characters without common words, the first with metadata."""
     nodes: list[BaseNode] = []
     for number in range(count):
         words = " ".join(f"w{number}x{i}" for i in range(size // 6))
@@ -114,7 +114,7 @@ def passages(count: int = 3, size: int = 80) -> list[BaseNode]:
 
 
 def encoded(llm: BlockAttentionLLM, nodes: Sequence[BaseNode]) -> list[NodeWithScore]:
-    """The nodes ingested, retrieved and marked, best first."""
+    """Ingest nodes. Returns them as retrieved and marked, with descending scores."""
     stamped = BlockKVTransform(llm=llm)(nodes)
     scored = [NodeWithScore(node=n, score=1.0 - i / 10) for i, n in enumerate(stamped)]
     return BlockKVPostprocessor().postprocess_nodes(scored)

@@ -9,7 +9,7 @@ from llama_index.core.schema import BaseNode, NodeWithScore, QueryBundle
 
 
 class Fixed(BaseRetriever):
-    """Finds the same nodes whatever is asked."""
+    """Retriever that returns the same nodes for every query."""
 
     def __init__(self, nodes: Sequence[BaseNode]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Chat engines, routers and sub-questions: their passages arrive as blocks."""
+"""Chat engines pass their passages to the model as blocks."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ async def test_every_turn_of_a_chat_reuses_its_passages(
             list(response.response_gen)
         elif way == "astream_chat":
             [token async for token in response.async_response_gen()]
-        # LlamaIndex gives no sources for async streams of condense_question.
+        # LlamaIndex returns no sources for async streams of condense_question.
         sources = response.source_nodes
         assert len(sources) == 3 or (mode, way) == ("condense_question", "astream_chat")
         assert not [n for n in sources if "kvblock" in n.get_content()]

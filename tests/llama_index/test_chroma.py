@@ -1,4 +1,4 @@
-"""Chroma, embedded and as a server: ingestion, questions, batches, stale handles."""
+"""Chroma, embedded and as a server: ingestion, questions, batches and stale handles."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ FACTS = [
 
 @pytest.fixture(params=["embedded", "server"])
 def client(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
-    settings = ChromaSettings(anonymized_telemetry=False)  # clients write into theirs
+    # Clients modify their settings, so each test creates new ones.
+    settings = ChromaSettings(anonymized_telemetry=False)
     if request.param == "embedded":
         return chromadb.PersistentClient(str(tmp_path / "db"), settings=settings)
     port = request.getfixturevalue("chroma_server")
@@ -63,7 +64,7 @@ def test_passages_ingested_into_chroma_are_reused_in_answers(
     passages = [b.text for b in call.prompt.context if b.is_passage]
     assert "heron weighs 3" in passages[0]
     assert len(passages) == 2
-    assert call.answer.stats.hits == 2  # the passages; the prompt's head is computed
+    assert call.answer.stats.hits == 2  # the passages, but not the text before them
     assert str(response) == RecordingEngine(engine.model).generate(
         call.prompt, max_new_tokens=4
     ).text  # fmt: skip
@@ -102,7 +103,7 @@ def test_live_handles_pages_through_large_collections(client: Any) -> None:
 
 
 @pytest.mark.parametrize("handle", ["stale", "forged", "missing", "foreign", "odd"])
-def test_wrong_handles_never_change_an_answer(
+def test_wrong_handles_never_change_answers(
     handle: str, store: ChromaVectorStore, llm: BlockAttentionLLM, engine: RecordingEngine
 ) -> None:
     texts = [d.text for d in FACTS[:2]]
@@ -130,7 +131,7 @@ def test_wrong_handles_never_change_an_answer(
     assert engine.calls[0].answer.stats.hits == (0 if handle == "missing" else 2)
 
 
-def test_an_id_that_chroma_did_not_replace_answers_from_the_text_it_kept(
+def test_answers_use_the_text_that_chroma_kept_for_an_id(
     store: ChromaVectorStore, llm: BlockAttentionLLM, engine: RecordingEngine
 ) -> None:
     transform = BlockKVTransform(llm=llm)

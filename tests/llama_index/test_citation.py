@@ -1,4 +1,4 @@
-"""Citations: each source is one whole block, its label outside."""
+"""Citations: each source is one complete block, with its label outside of the block."""
 
 from __future__ import annotations
 

@@ -1,5 +1,3 @@
-"""The offline embedding."""
-
 from __future__ import annotations
 
 import numpy as np
@@ -8,7 +6,7 @@ from llama_index.core.schema import TextNode
 from blockattn_rag.llama_index import HashingEmbedding
 
 
-def test_vectors_are_units_and_the_same_every_time() -> None:
+def test_vectors_are_normalized_and_deterministic() -> None:
     texts = ["The otter swims.", "", "...", "Der Otter schwimmt. 漢字"]
     vectors = np.array(HashingEmbedding(256).get_text_embedding_batch(texts))
     assert vectors.shape == (4, 256)
@@ -24,7 +22,7 @@ async def test_a_question_is_nearest_to_the_passage_with_its_words() -> None:
     assert int(np.argmax(passages @ question)) == 0
 
 
-def test_it_embeds_nodes_in_a_pipeline_and_survives_a_dict() -> None:
+def test_the_embedding_works_in_pipelines_and_survives_a_dict() -> None:
     embed = HashingEmbedding.from_dict(HashingEmbedding(32).to_dict())
     [node] = embed([TextNode(text="otter")])
     assert len(node.get_embedding()) == 32

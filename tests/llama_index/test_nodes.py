@@ -1,4 +1,4 @@
-"""Node views: markers for the LLM, clean text for everyone else."""
+"""Node views: text with markers for the LLM, and clean text for everything else."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_only_the_llm_view_carries_markers(node: BaseNode) -> None:
 
 
 @pytest.mark.parametrize("node", NODES, ids=ids)
-def test_a_view_pickles_and_dumps_like_the_node_it_shows(node: BaseNode) -> None:
+def test_a_view_is_pickled_and_serialized_like_its_node(node: BaseNode) -> None:
     view = as_block_node(node, label="Source 1:\n")
     again = pickle.loads(pickle.dumps(view))
     assert isinstance(again, BlockNode)
@@ -66,7 +66,7 @@ def test_the_node_itself_is_not_changed(node: BaseNode) -> None:
     assert node.model_dump() == before
 
 
-def test_changed_text_gets_a_new_digest_and_keeps_the_old_handle_harmless() -> None:
+def test_changed_text_gets_a_new_digest_and_ignores_the_old_handle() -> None:
     view = as_block_node(stamp(TextNode(text="old"), "old"))
     view.set_content("new")
     assert view.get_content(MetadataMode.LLM) == wrap("new")
@@ -81,7 +81,7 @@ def test_the_canonical_text_excludes_the_handle() -> None:
     assert block.text == "title: T\n\nbody"
 
 
-def test_nodes_without_text_show_nothing() -> None:
+def test_views_of_nodes_without_text_are_empty() -> None:
     for node in (TextNode(text=" \n"), Node(image_resource=MediaResource(data=b"hi"))):
         assert canonical_text(node) == ""
         assert as_block_node(node).get_content(MetadataMode.LLM) == ""

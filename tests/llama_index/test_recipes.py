@@ -1,4 +1,4 @@
-"""Recipes as an argument of the LLM, of its calls, and in what is reported."""
+"""Recipes of the LLM and of single calls, and how they are reported."""
 
 from __future__ import annotations
 
@@ -41,4 +41,4 @@ def test_a_cached_ingestion_ends_with_its_recipe(block_model: Any) -> None:
     assert told[2] == told[3]
     assert told[0] != told[1] != told[2]
     promoting = recipe_of(block_model, promote=1)
-    assert cached(promoting)["encoding"] == told[2]  # its passages are the same blocks
+    assert cached(promoting)["encoding"] == told[2]  # promotion does not change the encoding

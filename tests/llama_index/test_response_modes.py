@@ -1,4 +1,4 @@
-"""Every response mode, asked every way: blocks stay whole, markers stay out, answers stay right."""
+"""All response modes and methods: complete blocks, no markers, and correct answers."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ def own_helper(llm: BlockAttentionLLM) -> PromptHelper:
 
 
 def default_helper(llm: BlockAttentionLLM) -> PromptHelper:
-    """LlamaIndex's own, which cuts blocks; it counts bytes, as this tokenizer does."""
+    """Return LlamaIndex's helper, which may cut blocks. It counts bytes, like the tokenizer."""
     return PromptHelper(WINDOW, NEW_TOKENS, tokenizer=lambda text: list(text.encode()))
 
 
 @pytest.fixture
 def strings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The text of every prompt before it was cut into blocks."""
+    """Texts of all prompts before they are split into blocks."""
     seen: list[str] = []
     original = BlockPrompt.from_spans
 
@@ -66,7 +66,7 @@ def strings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 async def ask(way: str, make: Make, nodes: list[NodeWithScore]) -> str:
-    """The answer by query, async query, stream or async stream."""
+    """Return the answer of a query, an async query, a stream or an async stream."""
     if way == "sync":
         return str(make(False).synthesize(QUESTION, nodes))
     if way == "async":
@@ -79,7 +79,7 @@ async def ask(way: str, make: Make, nodes: list[NodeWithScore]) -> str:
 
 
 def by_hand(string: str, texts: list[str]) -> list[str]:
-    """The texts of a prompt's blocks, found by searching the passages instead of markers."""
+    """Split a prompt into block texts by searching for the passages instead of markers."""
     blocks: list[str] = []
     position = 0
     while found := [(at, t) for t in texts if (at := string.find(t, position)) >= 0]:
@@ -95,7 +95,7 @@ def texts_of(prompt: BlockPrompt) -> list[str]:
     return [*(block.text for block in prompt.context), prompt.final]
 
 
-# Every pair of helper, size and kind of prompt, in four of the eight combinations.
+# Four of eight combinations, which cover every pair of helper, size and kind of prompt.
 @pytest.mark.parametrize(
     ("helper", "count", "size", "chat"),
     [
@@ -107,7 +107,7 @@ def texts_of(prompt: BlockPrompt) -> list[str]:
     ids=["own-fits-chat", "own-overflows-completion", "fits-completion", "overflows-chat"],
 )
 @pytest.mark.parametrize("mode", READING)
-async def test_blocks_reach_the_model_complete_or_are_computed(
+async def test_passages_are_complete_blocks_or_are_computed(
     mode: str,
     chat: bool,
     count: int,
@@ -137,7 +137,7 @@ async def test_blocks_reach_the_model_complete_or_are_computed(
         asked[way] = sorted(engine.calls, key=lambda call: call.prompt.text)
     assert len(answers) == 1
 
-    # Each way asked the same; what was asked is what a reader of the plain text would cut.
+    # All methods send the same prompts, with the blocks that a search of the plain text gives.
     calls = asked["sync"]
     prompts = [call.prompt for call in calls]
     assert all([call.prompt for call in of_way] == prompts for of_way in asked.values())
@@ -152,7 +152,7 @@ async def test_blocks_reach_the_model_complete_or_are_computed(
     if own:
         assert kept == set(texts) or (mode == "simple_summarize" and kept < set(texts) and kept)
 
-    # Verified blocks were hits; all else was computed; neither changed an answer.
+    # Complete passages are hits, everything else is computed, and answers do not change.
     fresh = RecordingEngine(block_model)
     for call in calls:
         stats = call.answer.stats
@@ -166,7 +166,7 @@ async def test_blocks_reach_the_model_complete_or_are_computed(
 
 @pytest.mark.parametrize("chat", [True, False], ids=["chat", "completion"])
 @pytest.mark.parametrize("mode", ["generation", "no_text", "context_only"])
-async def test_modes_that_read_no_context_work_without_default_llm(
+async def test_modes_without_context_need_no_default_llm(
     mode: str, chat: bool, engine: RecordingEngine, tokenized: list[str]
 ) -> None:
     llm = BlockAttentionLLM(engine=engine, max_new_tokens=4, is_chat_model=chat)
@@ -186,7 +186,7 @@ async def test_modes_that_read_no_context_work_without_default_llm(
     assert not [text for text in tokenized if "kvblock" in text]
 
 
-def test_one_helper_in_settings_serves_llms_of_different_windows(engine: RecordingEngine) -> None:
+def test_one_prompt_helper_supports_llms_with_different_windows(engine: RecordingEngine) -> None:
     small, large = (
         BlockAttentionLLM(engine=engine, context_window=window, max_new_tokens=4)
         for window in (2000, 6000)
@@ -223,7 +223,7 @@ def test_a_window_without_room_for_passages_is_refused_with_advice(engine: Recor
 
 @pytest.mark.parametrize("chat", [True, False], ids=["chat", "completion"])
 @pytest.mark.parametrize("mode", ["compact", "refine", "tree_summarize"])
-def test_pieces_of_passages_are_blocks(mode: str, chat: bool, engine: RecordingEngine) -> None:
+def test_parts_of_cut_passages_are_blocks(mode: str, chat: bool, engine: RecordingEngine) -> None:
     llm = BlockAttentionLLM(
         engine=engine, context_window=WINDOW, max_new_tokens=NEW_TOKENS, is_chat_model=chat
     )
@@ -235,6 +235,6 @@ def test_pieces_of_passages_are_blocks(mode: str, chat: bool, engine: RecordingE
     synthesizer.synthesize(QUESTION, nodes)
     words = {word for n in nodes for word in canonical_text(n.node).split()}
     for call in engine.calls:
-        # What is left of a passage stands in a block, not beside the question.
+        # All parts of passages are in blocks, and none is in the final text with the question.
         beside = {word for word in call.prompt.final.split() if word in words and "x" in word}
         assert not beside

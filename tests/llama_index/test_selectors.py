@@ -1,5 +1,5 @@
-"""LlamaIndex's routers and sub-questions, whose choices are objects; and objects of models that
-think."""
+"""LlamaIndex's routers and sub-questions, which use structured output, and structured output of
+reasoning models."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def call_of(name: str, arguments: dict[str, Any]) -> str:
 
 
 def choosing(prompt: str) -> str:
-    """Chooses by a call where one is asked for, and answers otherwise."""
+    """Script of a model that calls the selection tool if there is one, and otherwise answers."""
     if '"name": "SingleSelection"' in prompt:
         return call_of("SingleSelection", SELECTED)
     return "Deep." if "lake" in prompt else "Tall."
@@ -73,7 +73,7 @@ def tools_of(llm: BlockAttentionLLM) -> list[QueryEngineTool]:
 
 
 async def test_a_selector_chooses_by_tool_call() -> None:
-    llm: Any = scripted(choosing)  # LlamaIndex expects its class OpenAI here
+    llm: Any = scripted(choosing)  # LlamaIndex declares its class OpenAI here
     selector = PydanticSingleSelector.from_defaults(llm=llm)
     query = QueryBundle("How deep?")
     for found in (selector.select(CHOICES, query), await selector.aselect(CHOICES, query)):
@@ -89,16 +89,16 @@ async def test_a_selector_chooses_by_grammar_without_tool_support() -> None:
     for found in (selector.select(CHOICES, query), await selector.aselect(CHOICES, query)):
         assert (found.ind, found.reason) == (1, "It is wet.")
     assert '{"name": "SingleSelection", "description": ' in engine.prompts[0]
-    with pytest.raises(ValueError, match="supports no tools"):  # a model that is free to call none
+    with pytest.raises(ValueError, match="supports no tools"):  # without a required call
         llm.chat_with_tools(tools_of(llm), "How deep?")
 
 
-def test_a_router_asks_the_engine_that_was_chosen() -> None:
+def test_a_router_queries_the_selected_engine() -> None:
     llm: Any = scripted(choosing)
     selector = PydanticSingleSelector.from_defaults(llm=llm)
     router = RouterQueryEngine(selector, tools_of(llm), llm=llm)
     assert [str(router.query("How deep?")) for _ in range(2)] == ["Deep.", "Deep."]
-    assert llm.engine.store.stats().entries > 0  # the passage of the engine that was asked
+    assert llm.engine.store.stats().entries > 0  # the passage of the selected engine
 
 
 def test_questions_are_split_and_answered_one_by_one() -> None:
@@ -124,7 +124,7 @@ def test_questions_are_split_and_answered_one_by_one() -> None:
 
 
 @pytest.mark.parametrize("opens", [False, True])
-def test_an_object_is_never_taken_for_thoughts(opens: bool) -> None:
+def test_an_object_is_never_mistaken_for_thoughts(opens: bool) -> None:
     engine = ScriptedEngine(lambda _: json.dumps(SELECTED), model=thinking_model(opens=opens))
     llm = BlockAttentionLLM(engine=engine, max_new_tokens=300)
     prompt = PromptTemplate("Which?")

@@ -1,4 +1,4 @@
-"""Settings of the LLM: variables of its chat template, and its thoughts."""
+"""Settings of the LLM: template variables and thoughts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def llm(engine: RecordingEngine) -> BlockAttentionLLM:
     return BlockAttentionLLM(engine=engine, max_new_tokens=2)
 
 
-def test_variables_that_would_be_lost_are_refused(engine: RecordingEngine) -> None:
+def test_variables_that_would_be_ignored_are_refused(engine: RecordingEngine) -> None:
     own = BlockAttentionLLM(
         engine=engine,
         messages_to_prompt=lambda messages: "".join(str(m.content) for m in messages),
@@ -54,7 +54,7 @@ def test_thoughts_are_a_block_of_the_message(llm: BlockAttentionLLM) -> None:
     assert completion.additional_kwargs["thinking"] == "It is deep."
 
 
-def test_thoughts_are_streamed_as_they_come(llm: BlockAttentionLLM) -> None:
+def test_thoughts_are_streamed(llm: BlockAttentionLLM) -> None:
     async def streamed() -> list[ChatResponse]:
         return [step async for step in await llm.astream_chat(ASKED, **says(ANSWER))]
 
@@ -67,7 +67,7 @@ def test_thoughts_are_streamed_as_they_come(llm: BlockAttentionLLM) -> None:
         assert steps[-1].message.content == "31 metres."
 
 
-def test_template_gets_earlier_thoughts(llm: BlockAttentionLLM) -> None:
+def test_the_template_receives_earlier_thoughts(llm: BlockAttentionLLM) -> None:
     earlier = llm.chat(ASKED, **says(ANSWER)).message
     final = llm.to_prompt([*ASKED, earlier, *ASKED]).final
     assert "<think>\nIt is deep.\n</think>\n\n31 metres.<|end|>" in final

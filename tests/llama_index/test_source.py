@@ -1,4 +1,4 @@
-"""Metadata, and travelling as fields."""
+"""Metadata and serialization of components that are created from a model name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The splitter packs whole blocks."""
+"""The splitter fills chunks with complete blocks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def blocks_of(chunk: str) -> list[str]:
     return [block.text for block in segment(chunk + "!", TEMPLATE).context if block.is_passage]
 
 
-def test_a_chunk_has_as_many_blocks_as_fit() -> None:
+def test_a_chunk_contains_as_many_blocks_as_fit() -> None:
     text = "\n\n".join(wrap(c * 8) for c in "abcde")
     assert [blocks_of(c) for c in splitter(20).split_text(text)] == [
         ["a" * 8, "b" * 8],
@@ -84,12 +84,12 @@ def test_chunks_fit_and_keep_markers(parts: list[tuple[str, bool]], size: int) -
     assert small <= seen
 
 
-def test_pieces_of_markers_are_dropped() -> None:
+def test_fragments_of_markers_are_dropped() -> None:
     stray = wrap("text").partition("text")[2]
     assert splitter(10).split_text(f"{stray} aa bb {stray}") == ["aa bb"]
 
 
-def test_pieces_of_a_text_that_was_changed_stay_blocks_and_known_as_changed() -> None:
+def test_parts_of_a_changed_passage_are_blocks_marked_as_changed() -> None:
     changed = wrap("x" * 8).replace("x" * 8, " ".join(["word"] * 20))
     blocks = [b for c in splitter(30).split_text(changed) for b in segment(c + "!").context]
     assert len(blocks) > 1

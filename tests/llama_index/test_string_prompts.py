@@ -1,4 +1,4 @@
-"""Prompt strings: control tokens in them are text unless a caller asks to parse them."""
+"""Prompt strings: control tokens are text unless the caller requests parsing."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_control_tokens_of_a_passage_are_not_logged(
     assert "parse_special_tokens" not in caplog.text
 
 
-def test_a_cut_passage_raises_where_control_tokens_are_parsed(parsing: BlockAttentionLLM) -> None:
+def test_a_cut_passage_raises_if_control_tokens_are_parsed(parsing: BlockAttentionLLM) -> None:
     marked = wrap("a <|end|> b")
     assert parsing.to_prompt(f"<|user|>{marked}Q{marked}<|end|>").context
     for cut in (marked[:-20], marked[50:]):

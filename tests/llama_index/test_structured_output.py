@@ -1,4 +1,4 @@
-"""Objects of a class from the LLM, its query engines and its streams: whole, or an error."""
+"""The LLM, its query engines and its streams return complete objects of a class, or raise."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def llm(model: BlockModel) -> BlockAttentionLLM:
     return BlockAttentionLLM(engine=engine, max_new_tokens=60)
 
 
-def test_a_class_gives_its_objects(llm: BlockAttentionLLM) -> None:
+def test_a_class_returns_its_objects(llm: BlockAttentionLLM) -> None:
     found = llm.structured_predict(Tower, PROMPT, thing="a tower")
     assert isinstance(found, Tower)
     assert asyncio.run(llm.astructured_predict(Tower, PROMPT, thing="a tower")) == found
@@ -64,7 +64,7 @@ def test_a_stream_returns_partial_objects(llm: BlockAttentionLLM) -> None:
     assert asyncio.run(streamed())[-1] == found[-1]
 
 
-def test_an_answer_that_is_cut_raises(llm: BlockAttentionLLM) -> None:
+def test_an_answer_that_is_cut_off_raises(llm: BlockAttentionLLM) -> None:
     short = {"max_new_tokens": 8}
     with pytest.raises(IncompleteAnswerError, match="cut off at its token limit"):
         llm.structured_predict(Tower, PROMPT, llm_kwargs=short, thing="a tower")
@@ -95,7 +95,7 @@ def test_a_synthesizer_with_a_class_reuses_passages(llm: BlockAttentionLLM) -> N
     for question in ("How tall?", "How old?"):
         answer: Any = synthesizer.synthesize(question, nodes=marked)
         assert isinstance(answer.response, Tower)
-    assert [stats.hits for stats in seen] == [0, 4]  # three passages, and what stands before them
+    assert [stats.hits for stats in seen] == [0, 4]  # three passages and the text before them
 
 
 def test_a_block_query_engine_passes_the_class_to_its_synthesizer(llm: BlockAttentionLLM) -> None:

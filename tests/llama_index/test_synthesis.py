@@ -1,4 +1,4 @@
-"""Shortcuts: the head of prompts is stored on purpose, and only if no question stands in it."""
+"""Synthesis helpers: the head of prompts can be stored explicitly if it contains no question."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.llama_index.conftest import encoded, passages
 
 
 def recorded(generate: Any, answers: list[Generation]) -> Any:
-    """``generate`` that keeps its answers."""
+    """Wrap ``generate`` to record its answers."""
 
     def and_keep(*args: Any, **kwargs: Any) -> Generation:
         answers.append(generate(*args, **kwargs))
@@ -38,7 +38,7 @@ def recorded(generate: Any, answers: list[Generation]) -> Any:
     ],
     ids=["chat", "completion", "own-format"],
 )
-def test_a_head_that_was_stored_is_reused_by_the_first_question_of_a_process(
+def test_a_stored_head_is_reused_by_the_first_question_of_a_process(
     block_model: BlockModel, tmp_path: Path, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fresh() -> BlockAttentionLLM:
@@ -60,7 +60,7 @@ def test_a_head_that_was_stored_is_reused_by_the_first_question_of_a_process(
     assert found == [(3, 1), (3, 1), (4, 0), (4, 0)]
 
 
-def test_template_without_a_head_stores_nothing(block_model: BlockModel, tmp_path: Path) -> None:
+def test_a_template_without_a_head_stores_nothing(block_model: BlockModel, tmp_path: Path) -> None:
     engine = BlockAttentionEngine(block_model, tmp_path / "kv")
     llm = BlockAttentionLLM(engine=engine, max_new_tokens=2)
     encode_prompt_head(llm, PromptTemplate("{query_str}\n{context_str}\nAnswer:"))

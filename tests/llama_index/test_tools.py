@@ -1,4 +1,4 @@
-"""Tools of the LLM, and LlamaIndex's agents over cached passages."""
+"""Tools of the LLM, and LlamaIndex agents over cached passages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from blockattn_rag.llama_index.messages import INVALID_CALLS, chat_turns
 from tests.llama_index.retrieving import Fixed
 from tests.scripted import Script, ScriptedEngine, prompts_of, tool_model
 
-# LlamaIndex's agents use old names of pydantic's and of its own workflows.
+# LlamaIndex's agents use deprecated names of pydantic and of LlamaIndex workflows.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
@@ -41,7 +41,7 @@ def scripted(answer: str | Script) -> BlockAttentionLLM:
 
 
 def then(last: str) -> Script:
-    """Calls ``add``, and says something when its result is there."""
+    """Script of a model that calls ``add``, and returns ``last`` once it has the result."""
     return lambda prompt: last if "<tool_response>" in prompt else CALL
 
 
@@ -59,7 +59,7 @@ def test_a_template_with_tools_makes_a_function_calling_model(engine: BlockAtten
         plain.chat_with_tools([ADD], "1 + 2?")
 
 
-def test_a_tool_is_called_and_its_result_given() -> None:
+def test_a_tool_is_called_and_its_result_returned() -> None:
     assert str(scripted(CALL).predict_and_call([ADD], "1 + 2?")) == "3"
 
 
@@ -106,7 +106,7 @@ def test_calls_and_results_are_in_the_next_prompt() -> None:
     assert turns[2] == {"role": "tool", "content": "3", "tool_call_id": "x", "name": "add"}
 
 
-def test_the_result_of_a_call_without_an_id_has_the_name_of_its_tool() -> None:
+def test_results_of_calls_without_an_id_are_named_after_their_tool() -> None:
     call = ToolCallBlock(tool_name="add", tool_kwargs={"a": 1, "b": 2})
     history = [ChatMessage(role="assistant", blocks=[call]), ChatMessage(role="tool", content="3")]
     assert template_messages(chat_turns(history))[1]["name"] == "add"
@@ -121,7 +121,7 @@ def test_an_earlier_call_with_invalid_json_raises_value_error() -> None:
         list(chat_turns([ChatMessage(role="assistant", blocks=[call])]))
 
 
-def test_tools_are_refused_where_a_function_takes_the_template_s_place() -> None:
+def test_tools_are_refused_if_a_function_replaces_the_template() -> None:
     llm = BlockAttentionLLM(
         engine=ScriptedEngine(lambda _: "No."), messages_to_prompt=lambda _: "Hi"
     )

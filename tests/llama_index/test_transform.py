@@ -1,4 +1,4 @@
-"""Ingestion: what is computed, what is skipped, what is stamped."""
+"""The ingestion step: encoding, skipping and stamping of nodes."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_an_interrupted_run_continues_where_it_stopped(
     assert counts(transform) == (3, 2)
 
 
-async def test_acall_leaves_the_event_loop_alone(llm: BlockAttentionLLM) -> None:
+async def test_acall_returns_stamped_nodes(llm: BlockAttentionLLM) -> None:
     transform = BlockKVTransform(llm=llm)
     stamped = await transform.acall(passages(2))
     assert [HANDLE_KEY in node.metadata for node in stamped] == [True, True]
@@ -102,7 +102,7 @@ def test_shows_progress(llm: BlockAttentionLLM, capsys: pytest.CaptureFixture[st
     assert re.search(r"Encoding tokens: 100%.* (\d+)/\1 ", capsys.readouterr().err)
 
 
-def test_the_template_is_the_llms_unless_given(engine: RecordingEngine) -> None:
+def test_the_template_defaults_to_that_of_the_llm(engine: RecordingEngine) -> None:
     own = BlockTemplate("- ", "\n")
     llm = BlockAttentionLLM(engine=engine, block_template=own)
     BlockKVTransform(llm=llm)([TextNode(text="a")])
@@ -112,7 +112,7 @@ def test_the_template_is_the_llms_unless_given(engine: RecordingEngine) -> None:
 
 
 class CountingTransform(BlockKVTransform):
-    """Remembers how many nodes each call was given."""
+    """Transform that records the number of nodes of each call."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -171,7 +171,9 @@ def folder(path: Path) -> Path:
     return path
 
 
-def test_moved_files_hit(llm: BlockAttentionLLM, engine: RecordingEngine, tmp_path: Path) -> None:
+def test_passages_of_moved_files_are_hits(
+    llm: BlockAttentionLLM, engine: RecordingEngine, tmp_path: Path
+) -> None:
     transform = BlockKVTransform(llm=llm)
     steps = [SentenceSplitter(), transform]
     for name, expected in (("here", (3, 0)), ("there", (0, 3))):
@@ -200,14 +202,14 @@ def test_moved_files_hit(llm: BlockAttentionLLM, engine: RecordingEngine, tmp_pa
     assert call.answer.stats.hits == 3
 
 
-def test_file_paths_stay_in_the_blocks_on_request(llm: BlockAttentionLLM, tmp_path: Path) -> None:
+def test_file_paths_are_kept_in_blocks_on_request(llm: BlockAttentionLLM, tmp_path: Path) -> None:
     transform = BlockKVTransform(llm=llm, hide_file_paths=False)
     nodes = transform(SimpleDirectoryReader(folder(tmp_path / "here")).load_data())
     assert all(str(tmp_path) in canonical_text(node) for node in nodes)
     assert transform.to_dict()["hide_file_paths"] is False
 
 
-def test_paths_that_users_chose_to_show_stay_in_the_blocks(llm: BlockAttentionLLM) -> None:
+def test_paths_that_users_made_visible_are_kept_in_blocks(llm: BlockAttentionLLM) -> None:
     readers = {"file_path": "/data/a.txt", "file_name": "a.txt"}
     own = Document(text="a", metadata={"file_path": "/data/a.txt"})
     named = Document(text="b", metadata=readers)
@@ -255,7 +257,9 @@ def test_a_node_without_the_metadata_key_keeps_its_text(llm: BlockAttentionLLM) 
         transform([TextNode(text="a", id_="n1", metadata={"window": ["not", "text"]})])
 
 
-def test_logs_unknown_key(llm: BlockAttentionLLM, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unknown_metadata_key_is_logged(
+    llm: BlockAttentionLLM, caplog: pytest.LogCaptureFixture
+) -> None:
     nodes = [TextNode(text="a", metadata={"window": "a b"}), TextNode(text="c")]
     with caplog.at_level(logging.WARNING, "blockattn_rag"):
         BlockKVTransform(llm=llm, metadata_key="window")(nodes)

@@ -1,4 +1,4 @@
-"""Recomputed tokens, by dense forwards of the model's own attention."""
+"""Reference for recomputed tokens: dense forward passes with the model's own attention."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from blockattn_rag.model.recompute import measured_layers
 
 
 def measured(model: BlockModel) -> list[int]:
-    """Layers whose attention chooses the tokens to recompute."""
+    """Return the layers whose attention determines which tokens are recomputed."""
     return measured_layers(layer_windows(model.profile.kinds))
 
 
 def masks(hf_model: Any, seen: Tensor, positions: Tensor) -> Any:
-    """Additive masks of a forward: one for all layers, or one for each type of layer."""
+    """Return the additive mask of a forward pass, or one mask per type of layer."""
     found = {}
     for layer in DynamicCache(config=hf_model.config).layers:
         window = getattr(layer, "sliding_window", None)
@@ -33,8 +33,8 @@ def masks(hf_model: Any, seen: Tensor, positions: Tensor) -> Any:
 
 
 def dense_attention(model: BlockModel, blocks: Sequence[list[int]]) -> Tensor:
-    """Attention of the last block to each earlier token in the measured layers, by a dense forward
-    with the block mask."""
+    """Attention of the last block to each earlier token in the measured layers, computed by a dense
+    forward pass with the block mask."""
     hf_model: Any = model.hf_model
     hf_model.set_attn_implementation("eager")
     seen, num = block_mask([*map(len, blocks)]), sum(map(len, blocks[:-1]))
@@ -47,8 +47,8 @@ def dense_attention(model: BlockModel, blocks: Sequence[list[int]]) -> Tensor:
 
 
 def dense_logits(model: BlockModel, blocks: Sequence[list[int]], chosen: list[int]) -> Tensor:
-    """Logits after the last block, by one dense forward: the context in block mode, the chosen
-    tokens once more with full attention, and the last block, which sees these instead."""
+    """Logits after the last block from one dense forward pass over the context in block mode, the
+    chosen tokens again with full attention, and the last block, which attends to the latter."""
     *context, final = blocks
     tokens = [token for block in context for token in block]
     num = len(tokens)

@@ -1,4 +1,4 @@
-"""Tiny configs of the model families: those that run in block mode, and those that cannot."""
+"""Tiny configs of model families that support block mode, and of families that do not."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ _ROTARY = "not plain rotary"
 _ALIBI = "ALiBi"
 _NOTHING = "no attention layer with keys and values"
 
-# Family: config, and what the refusal must say.
+# Family: model type, config, and expected error message.
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "gpt2": ("gpt2", {**_GPT, "bos_token_id": 0, "eos_token_id": 0}, _ROTARY),
     "opt": ("opt", {"word_embed_proj_dim": 32}, _ROTARY),
@@ -99,7 +99,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
 }
 
-# Families with attention or layers of other kinds: config, and the kinds of a miniature's layers.
+# Families with other kinds of layers: model type, config, and the kinds of layers of a miniature.
 KINDS: dict[str, tuple[str, dict[str, Any], str]] = {
     "windows": ("gemma3_text", {}, "5 windowed attention, 1 attention"),
     "windows only": ("mistral", {}, "3 windowed attention"),

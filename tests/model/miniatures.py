@@ -1,4 +1,4 @@
-"""Models with layers of every kind."""
+"""Small models with layers of every kind."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.models import tiny_tokenizer
 
 
 def new_model(name: str) -> BlockModel:
-    """A new model of a name in ``KINDS``."""
+    """Create a new model for a name in ``KINDS``."""
     family, settings, _ = KINDS[name]
     hf_model = miniature(AutoConfig.for_model(family, **settings))
     hf_model.config.eos_token_id = hf_model.generation_config.eos_token_id = 257

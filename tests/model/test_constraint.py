@@ -1,4 +1,4 @@
-"""Grammars in decoding: each row follows its own grammar."""
+"""Constrained decoding: each row of a batch follows its own grammar."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ TOKENIZER: Any = tiny_tokenizer()
 END = TOKENIZER.eos_token_id
 A, B, C = TOKENIZER.convert_tokens_to_ids(["a", "b", "c"])
 PAD = TOKENIZER.convert_tokens_to_ids("z")
-WIDTH = len(TOKENIZER) + 7  # models predict more tokens than there are
+WIDTH = len(TOKENIZER) + 7  # as in models with more logits than tokens
 EVERY = set(range(WIDTH))
 COMPILER = GrammarCompiler(TOKENIZER, [END], "tiny")
 
 
 def matcher(**outputs: Any) -> Matcher:
-    """Default: of an answer that is ``ab`` or ``ac``."""
+    """Return a matcher. Default: for an answer that is ``ab`` or ``ac``."""
     grammar = parse_grammar(None, outputs or {"choice": ["ab", "ac"]})
     assert grammar is not None
     return COMPILER.matcher(grammar)
 
 
 def constrained(rows: list[list[int]], *matchers: Matcher | None, **options: Any) -> torch.Tensor:
-    """Zeros, or ``scores``, after the constraint of these answers of equal length."""
+    """Apply the constraint for these partial answers to ``scores``. Default: zeros."""
     scores = options.pop("scores", torch.zeros(len(rows), WIDTH))
     ends = options.pop("ends", {END})
     return GrammarConstraint(matchers, 0, ends, **options)(torch.tensor(rows).long(), scores)
 
 
 def left(scores: torch.Tensor) -> list[set[int]]:
-    """Tokens of each row that can be chosen."""
+    """Return the allowed tokens of each row."""
     return [set(row.isfinite().nonzero().flatten().tolist()) for row in scores]
 
 
@@ -51,19 +51,21 @@ def test_each_row_follows_its_own_grammar() -> None:
 
 
 def test_ended_rows_keep_their_scores() -> None:
-    rows = [[A, B, END, C], [A, C, PAD, PAD], [A, PAD, PAD, PAD]]  # two end at stop strings
+    # The second and third rows ended at stop strings.
+    rows = [[A, B, END, C], [A, C, PAD, PAD], [A, PAD, PAD, PAD]]
     assert left(constrained(rows, *[matcher() for _ in rows], pad=PAD)) == [EVERY] * 3
-    assert left(constrained([[A, B]], matcher(), ends={B})) == [EVERY]  # by a letter of the grammar
+    # A letter of the grammar ended the row.
+    assert left(constrained([[A, B]], matcher(), ends={B})) == [EVERY]
 
 
 @pytest.mark.parametrize("row", [[C], [A, A], [PAD, A], [A, PAD, B], [C, PAD]])
-def test_a_forbidden_token_raises_unless_the_row_is_a_stray(row: list[int]) -> None:
+def test_a_forbidden_token_raises_unless_the_row_is_discarded(row: list[int]) -> None:
     with pytest.raises(GrammarError, match="one that its grammar forbids"):
         constrained([row], matcher(), pad=PAD)
     assert left(constrained([row], matcher(), pad=PAD, has_strays=True)) == [EVERY]
 
 
-def test_a_failing_grammar_ends_its_own_row_only() -> None:
+def test_a_failing_grammar_only_ends_its_own_row() -> None:
     cases = " | ".join(f"c{i}" for i in range(10_001))
     rules = "\n".join(f'c{i}: "x" "{i}"' for i in range(10_001))
     large = {"grammar": f'start: /a+/ "b" case\ncase: {cases}\n{rules}'}
@@ -98,7 +100,7 @@ def test_a_finished_answer_is_checked_again() -> None:
 
 def test_a_complete_answer_may_end_even_if_other_settings_forbid_it() -> None:
     scores = torch.zeros(1, WIDTH)
-    scores[0, END] = -torch.inf  # as min_new_tokens sets it
+    scores[0, END] = -torch.inf  # as min_new_tokens does
     assert left(constrained([[A, B]], matcher(), scores=scores)) == [{END}]
 
 
@@ -120,7 +122,7 @@ def test_the_prompt_is_not_part_of_the_answer() -> None:
     assert left(constraint(torch.tensor([[C, C, A]]), torch.zeros(1, WIDTH))) == [{B, C}]
 
 
-def test_beams_follow_the_grammar_of_their_prompt_and_may_trade_places() -> None:
+def test_beams_follow_the_grammar_of_their_prompt_and_may_be_reordered() -> None:
     constraint = GrammarConstraint([matcher(), None], 1, {END}, has_strays=True)
     first = torch.tensor([[C, A, B], [C, A, C], [C, C, C], [C, B, B]])
     assert left(constraint(first, torch.zeros(4, WIDTH))) == [{END}, {END}, EVERY, EVERY]

@@ -1,4 +1,4 @@
-"""The copy path's cache: room for new tokens, and one kernel for context and question on a GPU."""
+"""Cache of the copy path: room for new tokens, and one kernel for context and question on GPUs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def context_of(model: BlockModel) -> Context:
 
 
 def logits(model: BlockModel, cache: Any, *steps: list[int]) -> torch.Tensor:
-    """The logits after all steps, each of which is one forward pass."""
+    """Run one forward pass per step. Returns the logits of the last one."""
     *_, last = (model.next_logits(torch.tensor([ids]), cache) for ids in steps)
     return last.float()
 
@@ -75,7 +75,7 @@ def test_gradients_flow_through_a_cache_with_room() -> None:
 
 @pytest.fixture
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A model whose kernels for a GPU run as stand-ins on the CPU."""
+    """A model that uses CPU stand-ins for the GPU kernels."""
     target = "blockattn_rag.model.relay_attention.takes_flash"
     monkeypatch.setattr(target, lambda _, dtype, __: dtype in HALF)
     hf_model: Any = tiny_model("llama")
@@ -111,7 +111,7 @@ def test_a_gpu_copies_for_one_request_and_relays_for_several(on_gpu: BlockModel)
     assert cache.attention is None  # rows may have padding
 
 
-def test_a_kernel_that_aligns_queries_otherwise_is_not_used(
+def test_a_kernel_with_another_alignment_of_queries_is_not_used(
     monkeypatch: pytest.MonkeyPatch, on_gpu: BlockModel
 ) -> None:
     def upper_left(query: Any, key: Any, value: Any, scale: float) -> torch.Tensor:
@@ -139,6 +139,6 @@ def test_training_uses_the_models_own_attention(
     monkeypatch: pytest.MonkeyPatch, on_gpu: BlockModel
 ) -> None:
     cache = on_gpu.cache_for(context_of(on_gpu))
-    monkeypatch.setattr(CAUSAL, None)  # would raise
+    monkeypatch.setattr(CAUSAL, None)  # raises if called
     with torch.enable_grad():
         on_gpu.hf_model(input_ids=torch.tensor([FINAL]), past_key_values=cache)

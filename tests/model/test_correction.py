@@ -1,4 +1,4 @@
-"""Corrections: what they do to keys and values, which blocks are corrected, and their files."""
+"""Corrections: their effect on keys and values, the blocks that they apply to, and their files."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ def encoded(model: BlockModel, correction: Correction | None = None, tokens: int
     return kv if correction is None else correction.corrected(kv, model.profile.layouts)
 
 
-def test_places_share_constants_in_groups_that_grow() -> None:
+def test_positions_share_constants_in_growing_groups() -> None:
     assert places(70).tolist() == [0, 1, 2, 2, *[3] * 4, *[4] * 8, *[5] * 16, *[6] * 32, *[7] * 6]
 
 
-def test_each_head_gets_its_map_of_unrotated_states_and_its_constants(model: BlockModel) -> None:
-    """Token by token, with the rotation of a Llama written out."""
+def test_each_head_adds_its_linear_map_and_its_constants(model: BlockModel) -> None:
+    """Compared with a computation token by token, with an explicit rotation."""
     correction = correction_of(model)
     plain, found = encoded(model), encoded(model, correction)
     layout = model.profile.layouts[1]
@@ -76,7 +76,9 @@ def test_a_correction_of_zeros_changes_nothing(model: BlockModel) -> None:
 
 @pytest.mark.parametrize("assembly", ["relay", "copy"])
 @pytest.mark.parametrize("sink", ["none", "head:4"])
-def test_all_but_the_first_are_corrected(model: BlockModel, assembly: Any, sink: str) -> None:
+def test_all_blocks_except_the_first_are_corrected(
+    model: BlockModel, assembly: Any, sink: str
+) -> None:
     recipe = recipe_of(model, sink=sink)
     engine = BlockAttentionEngine(model, recipe=recipe, assembly=assembly)
     prompt = ["first", A, B, Q]
@@ -87,7 +89,7 @@ def test_all_but_the_first_are_corrected(model: BlockModel, assembly: Any, sink:
     assert relative_error(plain, expected) > 1e-2
 
 
-def test_corrected_and_plain_blocks_are_two_entries(model: BlockModel) -> None:
+def test_corrected_and_plain_blocks_are_different_entries(model: BlockModel) -> None:
     recipe = recipe_of(model, sink="none")
     engine = BlockAttentionEngine(model, recipe="none")
     handles = engine.encode([A], recipe=recipe)
@@ -96,7 +98,8 @@ def test_corrected_and_plain_blocks_are_two_entries(model: BlockModel) -> None:
     corrected = BlockAttentionEngine(model, engine.store, recipe=recipe)
     assert corrected.contains(Block(A))
     assert corrected.generate(["x", A, Q], max_new_tokens=1).stats.hits == 1
-    assert engine.generate(["x", A, Q], max_new_tokens=1).stats.hits == 1  # "x", not A
+    # The hit is "x", because A is only stored with the correction.
+    assert engine.generate(["x", A, Q], max_new_tokens=1).stats.hits == 1
 
 
 def test_plain_entries_are_corrected(model: BlockModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,18 +117,18 @@ def test_plain_entries_are_corrected(model: BlockModel, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(BlockModel, "encode", noted)
     found = engine.answer_logits(["x", A, B, Q], [0], recipe=recipe)
-    assert relative_error(found, expected) < 1e-4  # batched otherwise
+    assert relative_error(found, expected) < 1e-4  # computed in different batches
     assert computed == [Block("x").handle, Block(B).handle]
     assert engine.encode([A, B], recipe=recipe) == [Block(A).handle, Block(B).handle]
     assert engine.contains(Block(A))
     assert not engine.contains(Block(B))
 
 
-def test_a_passage_that_opens_a_prompt_and_comes_again_is_two_blocks() -> None:
-    """Without a BOS token both are encoded alike, and only the later one is corrected."""
+def test_a_repeated_first_passage_is_two_blocks() -> None:
+    """Without BOS, both are encoded in the same way, but only the second one is corrected."""
     model = BlockModel(tiny_model(), tiny_tokenizer(bos=False))
     engine = BlockAttentionEngine(model, recipe=recipe_of(model, sink="none"))
-    found = engine.answer_logits([A, A, Q], [0])  # neither was there
+    found = engine.answer_logits([A, A, Q], [0])  # both are misses
     assert torch.equal(found, engine.answer_logits([A, A, Q], [0]))
     apart = BlockAttentionEngine(model, engine.store, recipe=engine.recipe)
     stats = apart.generate([A, A, Q], max_new_tokens=1).stats
@@ -143,7 +146,7 @@ def test_a_damaged_entry_is_not_corrected(model: BlockModel, tmp_path: Path) -> 
     assert torch.equal(engine.answer_logits(["x", A, Q], [0], recipe=recipe), expected)
 
 
-def test_a_file_gives_back_what_was_saved(model: BlockModel, tmp_path: Path) -> None:
+def test_a_saved_correction_is_loaded_unchanged(model: BlockModel, tmp_path: Path) -> None:
     correction, path = correction_of(model, sink="bos"), tmp_path / "kv.safetensors"
     save_correction(correction, path)
     found = read_correction(path)
@@ -151,7 +154,7 @@ def test_a_file_gives_back_what_was_saved(model: BlockModel, tmp_path: Path) -> 
     assert found == correction
 
 
-def test_bfloat16_numbers_take_half_the_bytes(model: BlockModel, tmp_path: Path) -> None:
+def test_bfloat16_corrections_take_half_the_bytes(model: BlockModel, tmp_path: Path) -> None:
     whole, half = tmp_path / "whole.safetensors", tmp_path / "half.safetensors"
     correction = correction_of(model)
     rounded = [LayerCorrection(*(t.bfloat16().float() for t in one)) for one in correction.layers]
@@ -163,7 +166,7 @@ def test_bfloat16_numbers_take_half_the_bytes(model: BlockModel, tmp_path: Path)
     assert half.stat().st_size < 0.6 * whole.stat().st_size
 
 
-def test_digests_tell_contents_and_sinks_apart(model: BlockModel) -> None:
+def test_digests_depend_on_contents_and_sinks(model: BlockModel) -> None:
     one, other = correction_of(model), correction_of(model, sink="bos")
     assert len({one.digest, other.digest, correction_of(model, size=0.2).digest}) == 3
     assert one.digest_of("block") != other.digest_of("block") != "block"
@@ -173,7 +176,7 @@ def without(held: dict[str, Any], name: str) -> dict[str, Any]:
     return {key: value for key, value in held.items() if key != name}
 
 
-def test_files_of_other_kinds_are_refused(model: BlockModel, tmp_path: Path) -> None:
+def test_other_kinds_of_files_are_refused(model: BlockModel, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is not a correction file"):
         read_correction(tmp_path / "none.safetensors")
     path = tmp_path / "kv.safetensors"

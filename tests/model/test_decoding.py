@@ -1,4 +1,4 @@
-"""Generation is transformers' own: same tokens for the same options, alone and in a batch."""
+"""Generation gives the same tokens as transformers for the same options, also in batches."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def engine() -> BlockAttentionEngine:
 
 
 def transformers_own(model: BlockModel, texts: list[str], options: dict[str, Any]) -> list[int]:
-    """The same by ``generate`` of transformers, without this package."""
+    """Generate with transformers, without this package."""
     rest = dict(options)
     if (seed := rest.pop("seed", None)) is not None:
         torch.manual_seed(seed)
@@ -63,7 +63,9 @@ def transformers_own(model: BlockModel, texts: list[str], options: dict[str, Any
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
-def test_full_mode_is_transformers(engine: BlockAttentionEngine, options: dict[str, Any]) -> None:
+def test_full_mode_equals_transformers(
+    engine: BlockAttentionEngine, options: dict[str, Any]
+) -> None:
     for texts, mode in ((["No context."], "block"), (["No context."], "full"), ([A, "Q"], "full")):
         found = engine.generate(texts, mode=mode, max_new_tokens=NEW, **options)  # type: ignore[arg-type]
         assert found.token_ids == transformers_own(engine.model, texts, options)
@@ -71,7 +73,7 @@ def test_full_mode_is_transformers(engine: BlockAttentionEngine, options: dict[s
 
 @pytest.mark.parametrize("assembly", ["copy", "relay"])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
-def test_one_block_is_full_attention_under_every_option(
+def test_one_block_equals_full_attention_with_every_option(
     engine: BlockAttentionEngine, options: dict[str, Any], assembly: Assembly
 ) -> None:
     engine = with_settings(engine, assembly=assembly)
@@ -81,7 +83,7 @@ def test_one_block_is_full_attention_under_every_option(
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
 @pytest.mark.parametrize("mode", ["block", "full"])
-def test_batch_is_as_alone(
+def test_batches_equal_single_requests(
     engine: BlockAttentionEngine, options: dict[str, Any], mode: Any
 ) -> None:
     alone = [engine.generate(p, mode=mode, max_new_tokens=NEW, **options) for p in PROMPTS]
@@ -90,12 +92,12 @@ def test_batch_is_as_alone(
 
 
 @pytest.mark.parametrize("assembly", ["copy", "relay"])
-def test_rows_end_as_alone(engine: BlockAttentionEngine, assembly: Assembly) -> None:
+def test_rows_end_as_in_single_requests(engine: BlockAttentionEngine, assembly: Assembly) -> None:
     engine = with_settings(engine, assembly=assembly)
     free = [engine.generate(p, max_new_tokens=NEW) for p in PROMPTS]
     letter = next(c for answer in free for c in answer.text if c.isascii())
     options: dict[str, Any]
-    # A token that ends an answer, a letter that does, a broken character that does.
+    # Answers are ended by an end token, a letter, or an incomplete character.
     for options in ({"eos_token_id": free[0].token_ids[2]}, {"stop": letter}, {"stop": "\ufffd"}):
         options |= {"max_new_tokens": NEW}
         alone = [engine.generate(p, **options) for p in PROMPTS]
@@ -104,7 +106,7 @@ def test_rows_end_as_alone(engine: BlockAttentionEngine, assembly: Assembly) -> 
         assert min(len(g.token_ids) for g in alone) < NEW
 
 
-def test_models_with_sliding_windows_batch_one_by_one() -> None:
+def test_rows_of_models_with_sliding_windows_run_one_by_one() -> None:
     kind, config = SUPPORTED["mistral, sliding window"]
     model = BlockModel(tiny_model(kind, **config), tiny_tokenizer())
     model.config.block_attention = {"tuned": True}
@@ -114,7 +116,7 @@ def test_models_with_sliding_windows_batch_one_by_one() -> None:
     assert [g.token_ids for g in engine.generate_batch(PROMPTS, max_new_tokens=4)] == alone
 
 
-def test_settings_of_the_models_own_generation_config_hold() -> None:
+def test_the_generation_config_of_the_model_is_used() -> None:
     hf_model = copy.deepcopy(shared_tiny_llama())
     hf_model.generation_config.repetition_penalty = 1.3
     hf_model.generation_config.num_beams = 2
@@ -128,7 +130,7 @@ def test_settings_of_the_models_own_generation_config_hold() -> None:
     assert [g.token_ids for g in engine.generate_batch(PROMPTS, max_new_tokens=4)] == alone
 
 
-def test_a_stop_string_of_characters_of_several_tokens_ends_the_answer() -> None:
+def test_a_stop_string_with_multi_token_characters_ends_the_answer() -> None:
     from transformers import LogitsProcessor
 
     text = list("aé🙂 and more".encode())
@@ -151,7 +153,7 @@ def test_a_stop_string_of_characters_of_several_tokens_ends_the_answer() -> None
     assert len(found.token_ids) == 1 + 2 + 4
 
 
-def test_a_streamer_of_the_caller_gets_every_token(engine: BlockAttentionEngine) -> None:
+def test_a_custom_streamer_receives_every_token(engine: BlockAttentionEngine) -> None:
     class Notes(BaseStreamer):
         def __init__(self) -> None:
             self.tokens: list[int] = []
@@ -169,7 +171,7 @@ def test_a_streamer_of_the_caller_gets_every_token(engine: BlockAttentionEngine)
     assert notes.ended
 
 
-def test_stopping_criteria_of_the_caller_count(engine: BlockAttentionEngine) -> None:
+def test_custom_stopping_criteria_are_used(engine: BlockAttentionEngine) -> None:
     class AfterThree(StoppingCriteria):
         calls = 0
 
@@ -182,13 +184,13 @@ def test_stopping_criteria_of_the_caller_count(engine: BlockAttentionEngine) -> 
     assert found.finish_reason == "stop"
 
 
-def test_sampling_leaves_the_callers_random_state_alone(engine: BlockAttentionEngine) -> None:
+def test_sampling_does_not_change_the_callers_random_state(engine: BlockAttentionEngine) -> None:
     before = torch.get_rng_state()
     engine.generate([A, "Q"], max_new_tokens=3, temperature=1.0, seed=5)
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_options_that_transformers_does_not_know_are_refused(engine: BlockAttentionEngine) -> None:
+def test_options_unknown_to_transformers_are_refused(engine: BlockAttentionEngine) -> None:
     with pytest.raises(ValueError, match="not used by the model"):
         engine.generate([A, "Q"], max_new_tokens=3, no_such_option=1)
 
@@ -213,7 +215,7 @@ def test_batch_streams_tokens_until_it_is_stopped(engine: BlockAttentionEngine) 
     rows = model.generate_batch(prompts, Sampling(NEW), **watched)
     assert rows == [ids[:4] for ids in free]
     assert [list(row) for row in zip(*steps, strict=True)] == rows
-    end = free[0][1]  # ends the first row, which is padded from there on
+    end = free[0][1]  # ends the first row, which is padded afterwards
     assert end not in free[1]
     steps.clear()
     ending = Sampling(NEW, extra={"eos_token_id": end, "pad_token_id": 3})
@@ -221,7 +223,7 @@ def test_batch_streams_tokens_until_it_is_stopped(engine: BlockAttentionEngine) 
     assert [step[0] for step in steps] == [*first, 3, 3]
 
 
-def test_rows_that_the_caller_ended_hold_no_padding(engine: BlockAttentionEngine) -> None:
+def test_rows_ended_by_the_caller_contain_no_padding(engine: BlockAttentionEngine) -> None:
     model = engine.model
     empty: list[int] = []
     prompts = [
@@ -240,7 +242,7 @@ def test_rows_that_the_caller_ended_hold_no_padding(engine: BlockAttentionEngine
 
 @pytest.mark.parametrize("mode", ["block", "full"])
 @pytest.mark.parametrize("own", [2, None])
-def test_given_end_token_is_used(mode: Literal["block", "full"], own: int | None) -> None:
+def test_an_explicit_end_token_is_used(mode: Literal["block", "full"], own: int | None) -> None:
     engine = tuned_engine()
     varied: dict[str, Any] = {"max_new_tokens": NEW, "mode": mode, "repetition_penalty": 5.0}
     free = engine.generate([A, "Q"], eos_token_id=None, **varied).token_ids

@@ -1,4 +1,4 @@
-"""One model runs one call at a time, whoever calls; seeded draws are alone in the process."""
+"""A model runs one call at a time, and seeded sampling excludes other sampling in the process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.models import shared_tiny_llama, tiny_model, tiny_tokenizer
 
 IDS = list(range(40, 60))
 LONG = 60.0
-"""Seconds after which a test that hangs fails; none passes or fails by how long it takes."""
+"""Seconds after which a hanging test fails. Tests never depend on the exact value."""
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def sampled(model: BlockModel, seed: int | None, **calls: Any) -> list[int]:
 
 
 class InThread:
-    """A call in a thread of its own."""
+    """Runs a call in a new thread."""
 
     def __init__(self, call: Callable[[], Any]) -> None:
         self.ended = threading.Event()
@@ -56,7 +56,7 @@ class InThread:
         return self.result
 
 
-def test_all_who_run_one_model_share_its_lock(model: BlockModel) -> None:
+def test_wrappers_of_the_same_model_share_its_lock(model: BlockModel) -> None:
     same = BlockModel(model.hf_model, tiny_tokenizer())
     wrapped: Any = get_peft_model(model.hf_model, LoraConfig(r=2, target_modules=["k_proj"]))
     assert same.lock is model.lock is BlockModel(wrapped, tiny_tokenizer()).lock
@@ -86,7 +86,7 @@ def test_calls_wait_for_the_model(model: BlockModel, call: Callable[[BlockModel]
     def on_token(_: int) -> None:
         if not waiting:
             waiting.append(InThread(lambda: call(other)))
-            # Where nothing keeps it out, it comes at once; where it is kept out, it never does.
+            # Without the lock, the other call would run during this wait.
             intruded.wait(0.5)
             in_between.append(intruded.is_set())
 
@@ -99,7 +99,7 @@ def test_calls_wait_for_the_model(model: BlockModel, call: Callable[[BlockModel]
     assert intruded.is_set()
 
 
-def test_a_processor_may_ask_the_model_that_runs_it(model: BlockModel) -> None:
+def test_a_processor_may_call_the_model_that_runs_it(model: BlockModel) -> None:
     class Asks(LogitsProcessor):
         def __call__(self, input_ids: Any, scores: Tensor) -> Any:
             ids = model.generate([], input_ids[0].tolist()[-4:], Sampling(1))
@@ -112,7 +112,9 @@ def test_a_processor_may_ask_the_model_that_runs_it(model: BlockModel) -> None:
 
 
 @pytest.mark.parametrize("other_seed", [None, 7], ids=["unseeded", "seeded"])
-def test_other_draws_do_not_change_seeds(model: BlockModel, other_seed: int | None) -> None:
+def test_concurrent_draws_do_not_change_seeded_answers(
+    model: BlockModel, other_seed: int | None
+) -> None:
     other = other_model()
     alone, expected = sampled(model, 5), sampled(other, 7)
     intruder: list[InThread] = []
@@ -125,7 +127,7 @@ def test_other_draws_do_not_change_seeds(model: BlockModel, other_seed: int | No
     def on_token(_: int) -> None:
         if not intruder:
             intruder.append(InThread(lambda: sampled(other, other_seed, on_token=hold)))
-            has_drawn.wait(0.5)  # where nothing keeps it out, it draws now, in our midst
+            has_drawn.wait(0.5)  # without the lock, it would draw now
 
     assert sampled(model, 5, on_token=on_token) == alone
     ended.set()
@@ -133,8 +135,8 @@ def test_other_draws_do_not_change_seeds(model: BlockModel, other_seed: int | No
     assert other_seed is None or found == expected
 
 
-def test_answers_without_a_seed_draw_beside_each_other(model: BlockModel) -> None:
-    """Here one waits for the other to end: it must not be kept out."""
+def test_unseeded_answers_draw_concurrently(model: BlockModel) -> None:
+    """Each call of ``on_token`` waits for another unseeded answer, which must not be blocked."""
     other = other_model()
 
     def on_token(_: int) -> None:
@@ -143,7 +145,7 @@ def test_answers_without_a_seed_draw_beside_each_other(model: BlockModel) -> Non
     assert sampled(model, None, on_token=on_token)
 
 
-def test_greedy_answers_wait_for_no_draws(model: BlockModel) -> None:
+def test_greedy_answers_do_not_wait_for_draws(model: BlockModel) -> None:
     other = other_model()
 
     def on_token(_: int) -> None:
@@ -152,7 +154,7 @@ def test_greedy_answers_wait_for_no_draws(model: BlockModel) -> None:
     assert sampled(model, 3, on_token=on_token)
 
 
-def test_a_seeded_answer_within_a_seeded_one_leaves_its_draws_alone(model: BlockModel) -> None:
+def test_nested_seeded_answers_do_not_affect_each_other(model: BlockModel) -> None:
     other = other_model()
     alone, inner = sampled(model, 3), sampled(other, 4)
     found: list[list[int]] = []
@@ -164,7 +166,7 @@ def test_a_seeded_answer_within_a_seeded_one_leaves_its_draws_alone(model: Block
     assert found == [inner] * len(alone)
 
 
-def test_many_threads_with_seeds_and_without_get_what_they_get_alone(model: BlockModel) -> None:
+def test_seeded_answers_in_many_threads_equal_single_answers(model: BlockModel) -> None:
     models = [model, other_model()]
     expected = {(i, seed): sampled(models[i], seed) for i in (0, 1) for seed in (1, 2, 3)}
     state = torch.get_rng_state()
@@ -176,15 +178,15 @@ def test_many_threads_with_seeds_and_without_get_what_they_get_alone(model: Bloc
 
     threads = [InThread(partial(ask, *key)) for key in expected]
     assert all(thread.join() for thread in threads)
-    assert not torch.equal(torch.get_rng_state(), state)  # by the unseeded ones alone
+    assert not torch.equal(torch.get_rng_state(), state)  # changed only by unseeded draws
 
 
-def test_a_seeded_run_that_waits_to_draw_holds_no_model(model: BlockModel) -> None:
+def test_a_seeded_run_that_waits_to_draw_does_not_lock_its_model(model: BlockModel) -> None:
     other = other_model()
     is_drawing, may_ask = threading.Event(), threading.Event()
 
     class Asks(LogitsProcessor):
-        """Asks the other model, as contrastive decoding does."""
+        """Calls the other model, as contrastive decoding does."""
 
         def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
             is_drawing.set()
@@ -196,7 +198,7 @@ def test_a_seeded_run_that_waits_to_draw_holds_no_model(model: BlockModel) -> No
     asking = InThread(lambda: model.generate([], IDS, sampling))
     assert is_drawing.wait(LONG)
     seeded = InThread(lambda: sampled(other, seed=1))
-    while not exclusion._draws._waiting:  # it waits to be alone
+    while not exclusion._draws._waiting:  # until it waits for exclusive access
         time.sleep(0.001)
     may_ask.set()
     asking.join()

@@ -1,4 +1,4 @@
-"""The oracle decides: every supported family gives its logits and tokens, the others refuse."""
+"""Supported families match the oracle's logits and tokens, and all others are refused."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from tests.model.families import LONGROPE_LIMIT, REFUSED, SUPPORTED
 from tests.models import tiny_model, tiny_tokenizer
 from tests.recipes import recipe_of
 
-# The design's law. What is measured is 1e-6 and below: rounding of float32 (6e-8) in sums of some
-# hundred terms over a few layers. A mask or position that is wrong gives 1e-2 and more.
+# Measured errors are at most 1e-6: float32 rounding (6e-8) in sums of a few hundred terms over a
+# few layers. A wrong mask or position gives at least 1e-2.
 BUDGET = LOGITS[torch.float32]
-# Longer than the sliding windows of 16, one of a single token.
+# A and B exceed the sliding windows of 16 tokens. ONE is a single token.
 A, ONE, B = "Halden Tower is 214 metres tall, they say.", "x", "It was built in 1931."
 QUESTION = "How tall is it?"
 
@@ -42,7 +42,7 @@ families = pytest.mark.parametrize("family", SUPPORTED)
 def engine_for(family: str) -> BlockAttentionEngine:
     kind, config = SUPPORTED[family]
     model = BlockModel(tiny_model(kind, **config), tiny_tokenizer())
-    model.config.block_attention = {"tuned": True}  # no warning
+    model.config.block_attention = {"tuned": True}  # prevents the warning about stock models
     return BlockAttentionEngine(model, MemoryStore(1 << 28))
 
 
@@ -53,7 +53,7 @@ def assemblies(engine: BlockAttentionEngine) -> list[Assembly]:
 def error_of(
     engine: BlockAttentionEngine, texts: list[str], assembly: Assembly, sink_ids: Sequence[int] = ()
 ) -> float:
-    """Relative error of the next token's logits against the oracle."""
+    """Return the relative error of the next token's logits, compared with the oracle."""
     model = engine.model
     ids = model.tokenizer.prompt_ids(BlockPrompt.from_texts([*texts, QUESTION]))
     chosen = model.choose_assembly(assembly, len(ids.final))
@@ -64,10 +64,10 @@ def error_of(
 
 
 @families
-def test_logits_and_greedy_tokens_are_the_oracles(family: str) -> None:
+def test_logits_and_greedy_tokens_match_the_oracle(family: str) -> None:
     engine = engine_for(family)
     assert engine.model.supports_relay or family not in RELAYING
-    orders = [[A, ONE, B], [ONE, B, A], [B, A, ONE]]  # each block at each place
+    orders = [[A, ONE, B], [ONE, B, A], [B, A, ONE]]  # every block in every place
     prompts = [[], [ONE], [A], [A, A], *orders]
     for assembly in assemblies(engine):
         errors = {str(texts): error_of(engine, texts, assembly) for texts in prompts}
@@ -83,7 +83,7 @@ def test_logits_and_greedy_tokens_are_the_oracles(family: str) -> None:
 
 
 @families
-def test_blocks_after_a_sink_are_the_oracles(family: str) -> None:
+def test_blocks_encoded_after_a_sink_match_the_oracle(family: str) -> None:
     engine = engine_for(family)
     tokenizer, ends = engine.model.tokenizer, sorted(engine.model.end_token_ids)
     for texts in ([A, B, ONE], [A, ONE, A, A, B]):
@@ -101,7 +101,7 @@ def test_blocks_after_a_sink_are_the_oracles(family: str) -> None:
 
 
 @families
-def test_recipes_with_an_adapter_are_the_oracles(family: str) -> None:
+def test_recipes_with_an_adapter_match_the_oracle(family: str) -> None:
     engine = engine_for(family)
     recipe = recipe_of(engine.model, sink="bos", size=0.05)
     prompt = BlockPrompt.from_texts([A, B, ONE, A, QUESTION])
@@ -121,7 +121,7 @@ def test_recipes_with_an_adapter_are_the_oracles(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", REFUSED)
-def test_other_families_refuse_and_say_why(family: str) -> None:
+def test_other_families_are_refused_with_the_reason(family: str) -> None:
     kind, config, reason = REFUSED[family]
     model = tiny_model(kind, **config)
     with pytest.raises(UnsupportedModelError, match=reason) as refusal:
@@ -129,16 +129,16 @@ def test_other_families_refuse_and_say_why(family: str) -> None:
     assert str(refusal.value).startswith(type(model).__name__) or "Config" in str(refusal.value)
 
 
-def test_an_encoder_decoder_refuses() -> None:
+def test_encoder_decoders_are_refused() -> None:
     config = T5Config(vocab_size=264, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2)
     with pytest.raises(UnsupportedModelError, match="encoder-decoder"):
         BlockModel(T5ForConditionalGeneration(config), tiny_tokenizer())
 
 
-def test_longrope_is_limited_to_the_length_at_which_its_frequencies_switch() -> None:
+def test_longrope_is_limited_to_the_length_at_which_frequencies_change() -> None:
     engine = engine_for("phi3, longrope")
     assert engine.model.max_context_tokens == LONGROPE_LIMIT
-    block = "p" * (LONGROPE_LIMIT - 10)  # and BOS, and "question": one token is left
+    block = "p" * (LONGROPE_LIMIT - 10)  # BOS and "question" leave one token
     answer = engine.generate([block, "question"], max_new_tokens=8)
     assert len(answer.token_ids) == 1
     with pytest.raises(ContextOverflowError, match=r"513 tokens.*at most 512"):
@@ -150,12 +150,12 @@ def test_far_offsets_are_exact(family: str) -> None:
     engine = engine_for(family)
     far = [A * 30, B * 40, ONE, A]
     for assembly in assemblies(engine):
-        # At offset 2000, float32 rounds the model's own angles by 2000 * 6e-8 = 1e-4 rad, which
-        # the oracle's keys show and re-encoded keys, turned in float64, do not.
+        # At offset 2000, the model rounds angles to float32, an error of 2000 * 6e-8 = 1e-4 rad
+        # in the oracle's keys. Moved keys have no such error, because their angles are float64.
         assert error_of(engine, far, assembly) <= 4 * BUDGET
 
 
-def test_the_order_of_blocks_matters_and_composite_positions_give_another_answer() -> None:
+def test_block_order_and_composite_positions_change_the_logits() -> None:
     engine = engine_for("llama")
     model = engine.model
 

@@ -1,4 +1,4 @@
-"""The fingerprint: content, not name, and everything that it is made of."""
+"""The fingerprint depends on everything that affects keys and values, and not on names."""
 
 from __future__ import annotations
 
@@ -87,8 +87,9 @@ def test_a_change_gives_another_fingerprint(model: Any, change: Callable[[Any], 
     assert fingerprint(model) != ORIGINAL
 
 
-@pytest.mark.parametrize("name", sorted(CHANGES.keys() - {"buffer"}))  # LongRoPE writes its own
-def test_a_model_that_changes_in_use_is_refused(model: Any, name: str) -> None:
+# LongRoPE changes this buffer itself.
+@pytest.mark.parametrize("name", sorted(CHANGES.keys() - {"buffer"}))
+def test_a_model_that_changes_while_in_use_is_refused(model: Any, name: str) -> None:
     in_use = block_model(model)
     assert in_use.fingerprint == ORIGINAL
     CHANGES[name](model)
@@ -115,7 +116,7 @@ def test_another_tokenizer_has_another_fingerprint(model: Any) -> None:
 
 
 def quantized(seed: int) -> Any:
-    """A model with int8 weights in one layer that are no parameters."""
+    """Return a model with one layer whose int8 weights are not parameters."""
     model = copy.deepcopy(shared_tiny_llama())
     torch.manual_seed(seed)
     model.model.layers[0].mlp.up_proj.weight.data.normal_()
@@ -125,7 +126,7 @@ def quantized(seed: int) -> Any:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_packed_int8_weights_count() -> None:
+def test_packed_int8_weights_affect_the_fingerprint() -> None:
     if torch.backends.quantized.supported_engines == ["none"]:
         pytest.skip("this PyTorch has no quantized kernels")
     one, other = quantized(1), quantized(2)
@@ -143,7 +144,7 @@ class Extra(nn.Module):
         return self._state
 
 
-def test_extra_state_of_modules_counts(model: Any) -> None:
+def test_extra_state_of_modules_affects_the_fingerprint(model: Any) -> None:
     found = {ORIGINAL}
     for state in ({"scale": 1.0}, {"scale": [2.0]}, torch.tensor([1.0]), torch.eye(2).to_sparse()):
         model.model.layers[0].extra = Extra(state)
@@ -190,7 +191,7 @@ SWITCHES: dict[str, Callable[[Any], None]] = {
 
 
 @pytest.mark.parametrize("switch", SWITCHES.values(), ids=SWITCHES)
-def test_a_model_whose_adapters_switch_is_refused(switch: Callable[[Any], None]) -> None:
+def test_switching_adapters_is_refused(switch: Callable[[Any], None]) -> None:
     model = block_model(adapted())
     with_one = states(model)
     switch(model.hf_model)
@@ -201,7 +202,7 @@ def test_a_model_whose_adapters_switch_is_refused(switch: Callable[[Any], None])
     assert any(not torch.equal(a, b) for a, b in zip(states(again), with_one, strict=True))
 
 
-def test_an_adapter_that_is_active_again_is_not_refused() -> None:
+def test_switching_back_to_the_first_adapter_is_accepted() -> None:
     model = block_model(adapted())
     with_one = states(model)
     model.hf_model.disable_adapters()
@@ -209,7 +210,7 @@ def test_an_adapter_that_is_active_again_is_not_refused() -> None:
     assert all(torch.equal(a, b) for a, b in zip(states(model), with_one, strict=True))
 
 
-def test_engine_stores_and_answers_nothing_with_another_adapter() -> None:
+def test_the_engine_refuses_to_run_with_another_adapter() -> None:
     engine = BlockAttentionEngine(block_model(adapted()))
     prompt = ["System.", "Passage.", "Which?"]
     engine.generate(prompt, max_new_tokens=1)
@@ -230,7 +231,7 @@ def test_engine_stores_and_answers_nothing_with_another_adapter() -> None:
     assert other.generate(prompt, max_new_tokens=1).stats.hits == 0
 
 
-# -- what leaves keys and values alone -------------------------------------------------------------
+# -- what does not affect keys and values ----------------------------------------------------------
 
 
 def renamed(model: Any) -> None:
@@ -240,7 +241,7 @@ def renamed(model: Any) -> None:
 
 
 def partly_offloaded(model: Any) -> None:
-    """Two layers' weights lie elsewhere, and are loaded for each forward."""
+    """Offload the weights of two layers, which are then loaded for each forward pass."""
     from accelerate import cpu_offload
 
     for index in (1, 2):
@@ -258,7 +259,9 @@ NEUTRAL: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("change", NEUTRAL.values(), ids=NEUTRAL)
-def test_other_modules_do_not_count(model: Any, change: Callable[[Any], Any]) -> None:
+def test_other_modules_do_not_affect_the_fingerprint(
+    model: Any, change: Callable[[Any], Any]
+) -> None:
     change(model)
     assert fingerprint(model) == ORIGINAL
 
@@ -272,7 +275,7 @@ def test_a_model_in_use_is_not_refused(model: Any, change: Callable[[Any], Any])
     in_use.check_unchanged()
 
 
-def test_a_model_that_was_saved_and_loaded_has_its_fingerprint(model: Any, tmp_path: Path) -> None:
+def test_saving_and_loading_keeps_the_fingerprint(model: Any, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     load: Any = AutoModelForCausalLM.from_pretrained
     for options in ({}, {"device_map": "cpu"}, {"attn_implementation": "eager"}):
@@ -283,14 +286,14 @@ def print_fingerprints() -> None:
     print(ORIGINAL, fingerprint(adapted()))
 
 
-def test_another_process_finds_the_same_fingerprint() -> None:
+def test_another_process_computes_the_same_fingerprint() -> None:
     assert run(print_fingerprints).stdout.split() == [ORIGINAL, fingerprint(adapted())]
 
 
 # -- autocast and training mode --------------------------------------------------------------------
 
 
-def test_under_autocast_nothing_is_encoded(model: Any) -> None:
+def test_encoding_under_autocast_is_refused(model: Any) -> None:
     in_use = block_model(model)
     before = in_use.fingerprint
     with torch.autocast("cpu", torch.bfloat16):
@@ -298,11 +301,11 @@ def test_under_autocast_nothing_is_encoded(model: Any) -> None:
             next(in_use.encode([EncodeRequest(IDS, "", "")]))
         with pytest.raises(ValueError, match=r"Autocast to torch\.bfloat16 is on"):
             block_model(copy.deepcopy(model))
-        assert in_use.fingerprint == before  # to look up what is stored
+        assert in_use.fingerprint == before  # still usable for look-ups
     assert states(in_use)[0].dtype == torch.float32
 
 
-def test_in_training_mode_nothing_is_encoded(model: Any) -> None:
+def test_encoding_in_training_mode_is_refused(model: Any) -> None:
     in_use = block_model(model)
     before = in_use.fingerprint
     model.train(True)
@@ -313,11 +316,11 @@ def test_in_training_mode_nothing_is_encoded(model: Any) -> None:
     assert states(in_use)
 
 
-def test_kinds_of_layers_other_than_attention_are_part_of_it() -> None:
+def test_layers_other_than_attention_affect_the_fingerprint() -> None:
     model = tiny_model()
     plain = fingerprint_of(model, TOKENIZER)
     attention = [LayerKind(), LayerKind("windowed", 16)]
-    assert fingerprint_of(model, TOKENIZER, attention) == plain  # as earlier releases computed it
+    assert fingerprint_of(model, TOKENIZER, attention) == plain  # unchanged since earlier releases
     # Some versions of transformers do not list layers that share keys and values.
     assert fingerprint_of(model, TOKENIZER, [*attention, LayerKind("shared")]) == plain
     others = [LayerKind("latent"), LayerKind("none", has_state=True)]

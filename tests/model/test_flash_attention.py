@@ -1,4 +1,4 @@
-"""Models that were loaded with ``attn_implementation="flash_attention_2"``."""
+"""Models that are loaded with ``attn_implementation="flash_attention_2"``."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def flash_attn_varlen_func(
     return_attn_probs: bool = False,
     block_table: None = None,
 ) -> Tensor:
-    """``flash_attn.flash_attn_varlen_func``. States are ``[tokens, heads, D]``, without padding."""
+    """Stand-in for ``flash_attn.flash_attn_varlen_func``. States are ``[tokens, heads, D]``."""
     outputs = []
     rows = zip(pairwise(cu_seqlens_q.tolist()), pairwise(cu_seqlens_k.tolist()), strict=True)
     for queries, keys in rows:
@@ -61,7 +61,7 @@ def flash_attn_varlen_func(
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """flash-attn is installed, and its kernels run on the CPU. Numbers of queries of all calls."""
+    """Install a flash-attn stand-in for CPUs. Records the number of queries of each call."""
     counts: list[int] = []
 
     def flash_attn_func(q: Tensor, *rest: Any, **options: Any) -> Any:
@@ -76,7 +76,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     padding.pad_input, padding.unpad_input = utils._pad_input, utils._unpad_input
     for module in (package, padding):
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    # transformers looks for the distribution, and for a GPU.
+    # transformers checks for the distribution and for a GPU.
     versions = utils.FLASH_ATTENTION_COMPATIBILITY_MATRIX
     monkeypatch.setitem(versions[2], "general_availability_check", lambda: True)
     monkeypatch.setattr(utils, "is_flash_attn_2_available", lambda: True)
@@ -119,7 +119,7 @@ def test_blocks_of_a_model_with_flash_attention_are_exact(
     assert relative_error(found, full) <= EXACT
 
 
-def test_batches_of_a_model_with_flash_attention_give_the_answers_of_single_requests(
+def test_flash_attention_batches_equal_single_requests(
     calls: list[int],
 ) -> None:
     hf_model: Any = tiny_model("llama")

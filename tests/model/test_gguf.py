@@ -1,4 +1,4 @@
-"""GGUF files: what is made of them, where it is kept, and what is refused."""
+"""GGUF files: conversion, cache, and files that are refused."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    """A Llama in 8 bits with a byte-level tokenizer and a chat template, as llama.cpp has them."""
+    """An 8-bit Llama with a byte-level tokenizer and a chat template, as written by llama.cpp."""
     path = tmp_path / "tiny.gguf"
     write(path)
     return path
@@ -90,7 +90,7 @@ def write(path: Path, seed: int = 0, architecture: str = "llama") -> None:
     writer.close()
 
 
-def test_a_file_is_the_model_that_transformers_reads_from_it(file: Path) -> None:
+def test_a_file_gives_the_same_model_as_in_transformers(file: Path) -> None:
     expected = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name)
     found = load_model(file)
     assert found.dtype == torch.float32
@@ -121,7 +121,7 @@ def test_weights_are_converted_in_parts(
     assert all(torch.equal(parts[name], tensor) for name, tensor in whole.items())
 
 
-def test_a_file_is_quantized_again_at_load(file: Path) -> None:
+def test_a_file_may_be_quantized_at_load(file: Path) -> None:
     pytest.importorskip("torchao", reason="needs the package torchao")
     engine = BlockAttentionEngine.from_pretrained(file, dtype="int8", device="cpu", recipe="none")
     plain = BlockAttentionEngine.from_pretrained(file, device="cpu", recipe="none")
@@ -132,14 +132,14 @@ def test_a_file_is_quantized_again_at_load(file: Path) -> None:
     assert engine.model.profile.token_outline[0][2] == torch.bfloat16
 
 
-def test_the_suffix_tells_a_file_in_any_case_and_no_folder(file: Path, tmp_path: Path) -> None:
+def test_files_are_detected_by_their_suffix_in_any_case(file: Path, tmp_path: Path) -> None:
     assert resolve_name(shutil.copy(file, tmp_path / "BIG.GGUF")) == resolve_name(file)
     folder = tmp_path / "model.gguf"
     shutil.copytree(resolve_name(file), folder)
     assert resolve_name(folder) == str(folder)
 
 
-def test_its_passages_are_reused(file: Path) -> None:
+def test_passages_of_gguf_models_are_reused(file: Path) -> None:
     engine = BlockAttentionEngine.from_pretrained(file)
     prompt = ["the first passage", "the second", "the question"]
     first, second = (engine.generate(prompt, max_new_tokens=4) for _ in range(2))
@@ -148,7 +148,7 @@ def test_its_passages_are_reused(file: Path) -> None:
     assert engine.model.name == str(file)
 
 
-def test_it_is_dequantized_once_and_found_by_its_bytes(
+def test_a_file_is_converted_once_and_identified_by_its_content(
     file: Path,
     tmp_path: Path,
     home: Path,
@@ -189,7 +189,7 @@ def test_a_file_is_hashed_once_until_it_changes(
     assert len(names) == 2
 
 
-def test_what_cannot_be_read_is_named_and_leaves_nothing(tmp_path: Path) -> None:
+def test_unreadable_files_are_reported_and_leave_no_files(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"No such GGUF file: .*lost\.gguf"):
         resolve_name(tmp_path / "lost.gguf")
     text, strange = tmp_path / "text.gguf", tmp_path / "strange.gguf"
@@ -214,7 +214,9 @@ def test_names_missing_package(file: Path, monkeypatch: pytest.MonkeyPatch, pack
         resolve_name(file)
 
 
-def test_smollm2_is_a_file(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_smollm2_is_loaded_from_its_gguf_file(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(ours, "_SMOLLM2_PACKAGE", "no_such_package_here")
     assert resolve_name("smollm2") == "HuggingFaceTB/SmolLM2-135M-Instruct"
     package = tmp_path / "packages" / "a_package_of_one_file"
@@ -231,7 +233,7 @@ def test_concurrent_loads_share_the_file(file: Path, monkeypatch: pytest.MonkeyP
     make = ours._write_model
 
     def with_another(path: Path, folder: Path) -> None:
-        if not made:  # the other process is faster
+        if not made:  # simulates a faster process
             made.append(path)
             made.append(resolve_name(path))
         make(path, folder)

@@ -1,4 +1,4 @@
-"""Greedy answers of full mode: each token is what its logits say, whatever the model's config."""
+"""Greedy answers of full mode: each token has the largest logit, whatever the generation config."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NEW = 12
 
 
 def answers(**config: Any) -> list[list[int]]:
-    """Answers of a model with such a generation config, each token found to be the likeliest."""
+    """Return a model's answers with this generation config, and check that they are greedy."""
     model = BlockModel(copy.deepcopy(shared_tiny_llama()), tiny_tokenizer())
     model.hf_model.generation_config = GenerationConfig(**config)  # type: ignore[no-untyped-call]
     found = greedy_answers(model.hf_model, model.tokenizer.tokenizer, PROMPTS, NEW)

@@ -1,4 +1,4 @@
-"""Loading by path, ready, as an adapter; device and dtype."""
+"""Loading from paths, model objects and adapters; device and dtype."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def test_a_model_loaded_by_path_is_the_one_that_was_saved(saved: Path) -> None:
     assert not loaded.is_block_tuned
 
 
-def test_a_ready_model_needs_its_tokenizer(saved: Path) -> None:
+def test_a_model_object_needs_a_tokenizer(saved: Path) -> None:
     with pytest.raises(ValueError, match="without its tokenizer; pass tokenizer="):
         BlockModel.from_pretrained(shared_tiny_llama())
     assert BlockModel.from_pretrained(shared_tiny_llama(), tokenizer=saved).tokenizer.prefix_ids
 
 
-def test_sixteen_bit_weights_become_float32_on_the_cpu_unless_asked_for(tmp_path: Path) -> None:
+def test_sixteen_bit_weights_become_float32_on_the_cpu_by_default(tmp_path: Path) -> None:
     copy.deepcopy(shared_tiny_llama()).bfloat16().save_pretrained(tmp_path)
     assert load_model(tmp_path, device="cpu").dtype == torch.float32
     assert load_model(tmp_path, device="cpu", dtype="bfloat16").dtype == torch.bfloat16
@@ -56,7 +56,7 @@ def test_sixteen_bit_weights_become_float32_on_the_cpu_unless_asked_for(tmp_path
 
 
 @pytest.mark.parametrize("options", [{}, {"device_map": "cpu"}, {"device_map": {"": "cpu"}}])
-def test_auto_reads_float32_files_unrounded_on_the_cpu(
+def test_auto_keeps_float32_files_unrounded_on_the_cpu(
     tmp_path: Path, options: dict[str, Any]
 ) -> None:
     shared_tiny_llama().save_pretrained(tmp_path)
@@ -98,23 +98,24 @@ def test_an_adapter_is_merged_into_its_base(saved: Path, tmp_path: Path) -> None
     loaded.tokenizer.tokenizer.save_pretrained(tmp_path / "merged")
     again = BlockModel.from_pretrained(tmp_path / "merged", device="cpu")
     assert again.is_block_tuned
-    assert again.fingerprint != loaded.fingerprint  # that of the files, which an adapter changes
+    # An adapter changes the fingerprint of the files.
+    assert again.fingerprint != loaded.fingerprint
     assert load_config(tmp_path).hidden_size == 32
 
 
-def test_a_folder_without_a_model_is_refused_by_what_it_lacks(tmp_path: Path) -> None:
+def test_the_error_for_a_folder_without_a_model_names_the_missing_file(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"no model: expected config\.json or adapter"):
         load_model(tmp_path)
     (tmp_path / "config.json").write_text("{}")
     assert resolve_name(tmp_path) == str(tmp_path)
 
 
-def test_a_name_is_itself() -> None:
+def test_names_of_models_are_not_changed() -> None:
     assert resolve_name("org/model") == "org/model"
     assert resolve_name(Path("org/model")) == "org/model"
 
 
-def test_a_folder_may_hold_a_tokenizer_alone(tmp_path: Path) -> None:
+def test_a_folder_may_contain_only_a_tokenizer(tmp_path: Path) -> None:
     tiny_tokenizer().save_pretrained(tmp_path)
     loaded = load_tokenizer(tmp_path)
     assert BlockTokenizer(loaded).fingerprint == BlockTokenizer(tiny_tokenizer()).fingerprint
@@ -123,12 +124,12 @@ def test_a_folder_may_hold_a_tokenizer_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "meant"), [("bundeld", "bundled"), ("smolm2", "smollm2")])
-def test_a_misspelt_name_is_told_without_asking_the_hub(name: str, meant: str) -> None:
+def test_a_misspelled_name_is_reported_without_asking_the_hub(name: str, meant: str) -> None:
     with pytest.raises(FileNotFoundError, match=f"no model '{name}'; did you mean '{meant}'"):
         load_config(name)
     assert resolve_name("bundle-7b/chat") == "bundle-7b/chat"
 
 
-def test_a_variable_chooses_the_device_of_auto(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_environment_variable_sets_the_device_of_auto(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BLOCKATTN_RAG_DEVICE", "meta")
     assert default_device() == "meta"

@@ -1,4 +1,4 @@
-"""Miniatures: architectures are measured before their weights are loaded."""
+"""Miniatures: architectures are tested before their weights are loaded."""
 
 from __future__ import annotations
 
@@ -32,8 +32,7 @@ CONFIGS = {
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Iterator[list[str]]:
-    """A hub that has the configs of some models and nothing else. The list has the paths of all
-    requests."""
+    """A hub that only has the configs of some models. The list has the paths of all requests."""
     seen: list[str] = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -74,7 +73,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Iterator[list[str]]:
 
 
 def files(requests: list[str]) -> set[str]:
-    """Names of the requested files."""
+    """Return the names of the requested files."""
     return {path.rpartition("/")[2] for path in requests if "/resolve/" in path}
 
 
@@ -86,7 +85,7 @@ def files(requests: list[str]) -> set[str]:
         ("org/dynamic", "type is 'dynamic'"),
     ],
 )
-def test_a_refused_model_of_the_hub_costs_no_download(
+def test_an_unsupported_model_of_the_hub_is_refused_before_its_download(
     hub: list[str], name: str, reason: str
 ) -> None:
     with pytest.raises(UnsupportedModelError, match=reason) as error:
@@ -102,7 +101,7 @@ def test_other_models_of_the_hub_are_downloaded(hub: list[str]) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_miniature_has_the_kinds_of_its_original(kind: str) -> None:
+def test_a_miniature_has_the_same_kinds_of_layers_as_the_original(kind: str) -> None:
     family, settings, _ = KINDS[kind]
     config = AutoConfig.for_model(family, **settings)
     model = miniature(config)
@@ -112,11 +111,11 @@ def test_a_miniature_has_the_kinds_of_its_original(kind: str) -> None:
     assert sum(weights.numel() for weights in model.parameters()) < 2_000_000
 
 
-def test_architectures_that_cannot_be_built_are_measured_later() -> None:
-    assert check_architecture(AutoConfig.for_model("xmod")) is None  # it does not run
+def test_architectures_without_a_miniature_are_tested_after_loading() -> None:
+    assert check_architecture(AutoConfig.for_model("xmod")) is None  # cannot be run
     config = AutoConfig.for_model("llama")
     config.hidden_act = "unknown"
-    assert check_architecture(config) is None  # it cannot be built
+    assert check_architecture(config) is None  # cannot be built
 
 
 def test_windows_without_effect_are_refused() -> None:

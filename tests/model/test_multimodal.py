@@ -1,4 +1,4 @@
-"""Multimodal checkpoints used for text: which model is loaded, and that it is exact."""
+"""Multimodal checkpoints used for text: the class that is loaded, and exactness."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _VISION = {
     "out_hidden_size": 64,
 }
 _MROPE = {"rope_parameters": {"rope_type": "default", "mrope_section": [16, 24, 24]}}
-# Family, settings of its text config, and the class of the model that is loaded.
+# Model type, settings of the text config, and the class that is loaded.
 FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
     "gemma3": ("gemma3", {}, "Gemma3ForCausalLM"),
     "gemma4": ("gemma4", {}, "Gemma4ForCausalLM"),
@@ -44,13 +44,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
     "lfm2_vl": ("lfm2_vl", {}, "Lfm2ForCausalLM"),
     "kimi_k25": ("kimi_k25", {}, "DeepseekV3ForCausalLM"),
     "internvl": ("internvl", {}, "Qwen2ForCausalLM"),
-    # The language model alone would scale its logits.
+    # The language model on its own would scale its logits.
     "aya_vision": ("aya_vision", {}, "AyaVisionForConditionalGeneration"),
 }
 
 
 def multimodal(name: str) -> PreTrainedModel:
-    """A tiny random multimodal model, of the class that a checkpoint names."""
+    """Return a tiny random multimodal model of the class that is named in checkpoints."""
     family, settings, _ = FAMILIES[name]
     config = AutoConfig.for_model(family, **({"text_config": settings} if settings else {}))
     fields = {
@@ -97,12 +97,12 @@ def test_text_answers_are_those_of_the_multimodal_model(name: str, tmp_path: Pat
     assert answer == oracle_generate(original, blocks, 8, sorted(model.end_token_ids))
     prompt = ["The first passage.", "A second one.", "The question?"]
     first, second = (engine.generate(prompt, max_new_tokens=4) for _ in range(2))
-    # Hybrid models compute the last passage with the question.
+    # Hybrid models promote the last passage, that is, compute it with the question.
     assert second.stats.hits == (1 if model.profile.has_states else 2)
     assert second.token_ids == first.token_ids
 
 
-def test_parts_for_images_are_dropped_with_the_language_model_alone() -> None:
+def test_loading_only_the_language_model_drops_the_image_encoder() -> None:
     original: Any = multimodal("gemma3")
     alone: Any = language_model(original)
     names = [name for name, _ in alone.named_parameters()]
@@ -113,7 +113,7 @@ def test_parts_for_images_are_dropped_with_the_language_model_alone() -> None:
     assert language_model(alone) is alone
 
 
-def test_a_marker_of_fine_tuning_is_kept(tmp_path: Path) -> None:
+def test_the_fine_tuning_mark_is_kept(tmp_path: Path) -> None:
     original = multimodal("gemma3")
     original.config.block_attention = {"version": 1}
     original.save_pretrained(tmp_path)
@@ -121,7 +121,7 @@ def test_a_marker_of_fine_tuning_is_kept(tmp_path: Path) -> None:
     assert BlockModel.from_pretrained(tmp_path, device="cpu").is_block_tuned
 
 
-def test_a_text_model_is_loaded_as_before(tmp_path: Path) -> None:
+def test_text_models_are_loaded_unchanged(tmp_path: Path) -> None:
     model = multimodal("gemma3")
     text: Any = language_model(model)
     text.save_pretrained(tmp_path)
@@ -129,7 +129,9 @@ def test_a_text_model_is_loaded_as_before(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["gemma3", "ministral3", "qwen2_5_vl"])
-def test_a_checkpoint_that_is_not_loaded_has_the_same_profile(name: str, tmp_path: Path) -> None:
+def test_the_profile_of_a_checkpoint_equals_that_of_the_loaded_model(
+    name: str, tmp_path: Path
+) -> None:
     multimodal(name).save_pretrained(tmp_path)
     tiny_tokenizer().save_pretrained(tmp_path)
     model = BlockModel.from_pretrained(tmp_path, device="cpu", dtype="float32")

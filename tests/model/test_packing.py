@@ -1,4 +1,4 @@
-"""Packed weights: the same numbers, and plain weights wherever packed ones would be wrong."""
+"""Packed weights give the same results, and are not used where they would be wrong."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.models import tiny_model
 
 M = TypeVar("M", bound=nn.Module)
 
-needs_packing = pytest.mark.skipif(not packing._is_available(), reason="nothing packs here")
+needs_packing = pytest.mark.skipif(not packing._is_available(), reason="packing is not available")
 
 
 def a_layer(bias: bool = True) -> nn.Linear:
@@ -43,20 +43,20 @@ def assert_computed_by_its_weights(layer: nn.Linear, input: Tensor) -> None:
 @needs_packing
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("rows", [4, 5, 50, 64, 255])
-def test_a_packed_layer_gives_the_product_within_rounding(rows: int, bias: bool) -> None:
+def test_a_packed_layer_is_exact_within_rounding(rows: int, bias: bool) -> None:
     plain = a_layer(bias)
     layer = packed(copy.deepcopy(plain))
     input = torch.randn(1, rows, 57)
     with torch.inference_mode():
         found, expected = layer(input), plain(input)
-    # A sum of 57 products, in any order: at most 57 roundings of the sum of absolute products.
+    # A sum of 57 products, in any order, has at most 57 roundings of the sum of absolute products.
     budget = 58 * 2.0**-24 * (input.abs() @ plain.weight.abs().T + 1)
     assert found.shape == expected.shape
     assert ((found - expected).abs() <= 2 * budget).all()
 
 
 @needs_packing
-def test_a_question_goes_through_the_packed_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packed_weights_are_used_for_questions(monkeypatch: pytest.MonkeyPatch) -> None:
     layer, rows = packed(a_layer()), []
     product = packing._packed_linear
 
@@ -69,14 +69,14 @@ def test_a_question_goes_through_the_packed_weights(monkeypatch: pytest.MonkeyPa
         for count in (1, 3, 4, 50, 255, 256):
             layer(torch.randn(count, 57))
             layer(torch.randn(1, count, 57))
-    layer(torch.randn(50, 57))  # gradients may be wanted
+    layer(torch.randn(50, 57))  # not packed, because gradients are enabled
     with torch.inference_mode():
-        layer.bfloat16()(torch.randn(50, 57).bfloat16())  # no gain there
+        layer.bfloat16()(torch.randn(50, 57).bfloat16())  # not packed, because there is no gain
     assert rows == [4, 4, 50, 50, 255, 255]
 
 
 @needs_packing
-def test_weights_that_change_are_packed_again() -> None:
+def test_changed_weights_are_packed_again() -> None:
     layer, input = packed(a_layer()), torch.randn(8, 57)
     with torch.no_grad():
         layer.weight.mul_(2)
@@ -86,7 +86,7 @@ def test_weights_that_change_are_packed_again() -> None:
 
 
 @needs_packing
-def test_a_copy_of_a_packed_layer_has_weights_of_its_own() -> None:
+def test_a_copy_of_a_packed_layer_has_its_own_weights() -> None:
     layer, input = packed(a_layer()), torch.randn(8, 57)
     other = copy.deepcopy(layer)
     with torch.no_grad():
@@ -118,12 +118,12 @@ def test_a_model_that_would_fill_the_memory_is_not_packed(monkeypatch: pytest.Mo
     assert "forward" not in vars(layer)
 
 
-def test_other_layers_and_types_are_left_alone() -> None:
+def test_other_layers_and_dtypes_are_not_packed() -> None:
     class Other(nn.Linear):
         pass
 
     class Quantized(torch.Tensor):
-        """Says that it is float32, as quantized weights do."""
+        """Reports float32 as its dtype, as quantized weights do."""
 
     replaced, quantized = a_layer(), a_layer()
     quantized.weight = nn.Parameter(torch.Tensor._make_subclass(Quantized, quantized.weight.data))
@@ -133,7 +133,9 @@ def test_other_layers_and_types_are_left_alone() -> None:
         assert pack_linears(module) == 0
 
 
-def test_free_memory_heeds_the_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_free_memory_respects_container_limits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
     assert packing.free_memory(tmp_path) == 1000
     (tmp_path / "memory.max").write_text("max\n", "utf-8")
@@ -146,29 +148,29 @@ def test_free_memory_heeds_the_container(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @needs_packing
-def test_weights_that_an_optimizer_changed_are_packed_again() -> None:
+def test_weights_changed_by_an_optimizer_are_packed_again() -> None:
     layer, input = packed(a_layer()), torch.randn(8, 57)
     optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1, fused=True)
     for _ in range(2):
         with torch.inference_mode():
             layer(input)
         layer(input).square().mean().backward()
-        optimizer.step()  # writes without a trace
+        optimizer.step()  # bypasses change detection
     assert_computed_by_its_weights(layer, input)
 
 
 @needs_packing
-def test_a_new_engine_packs_the_weights_as_they_are_now() -> None:
+def test_a_new_engine_packs_the_current_weights() -> None:
     layer, input = packed(a_layer()), torch.randn(8, 57)
     with torch.inference_mode():
         layer(input)
-    layer.weight.data.mul_(2)  # leaves no trace
+    layer.weight.data.mul_(2)  # bypasses change detection
     packed(layer)
     assert_computed_by_its_weights(layer, input)
 
 
 @needs_packing
-def test_a_packed_layer_that_nobody_holds_is_freed_at_once() -> None:
+def test_an_unreferenced_packed_layer_is_freed_immediately() -> None:
     layer = packed(a_layer())
     with torch.inference_mode():
         layer(torch.randn(8, 57))
@@ -182,14 +184,14 @@ def test_a_packed_layer_that_nobody_holds_is_freed_at_once() -> None:
 
 
 @needs_packing
-def test_under_autocast_all_rows_have_its_type() -> None:
+def test_under_autocast_all_rows_have_its_dtype() -> None:
     layer = packed(a_layer())
     with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
         assert {layer(torch.randn(rows, 57)).dtype for rows in (2, 8)} == {torch.bfloat16}
 
 
 @pytest.mark.parametrize("fault", [AttributeError, RuntimeError, TypeError])
-def test_packing_may_be_missing(fault: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packing_is_optional(fault: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(weight: object) -> None:
         raise fault("no such thing")
 
@@ -198,7 +200,7 @@ def test_packing_may_be_missing(fault: type[Exception], monkeypatch: pytest.Monk
     assert pack_linears(a_layer()) == 0
 
 
-def test_packing_that_computes_something_else_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packing_with_wrong_results_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "_pack", lambda weight: weight)
     monkeypatch.setattr(packing, "_is_available", packing._is_available.__wrapped__)
     monkeypatch.setattr(packing, "_packed_linear", lambda *_: torch.zeros(1, 8, 40))

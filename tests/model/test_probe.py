@@ -1,4 +1,4 @@
-"""What is measured of a model at load."""
+"""The probe that measures a model when it is loaded."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_layers_that_rotate_alike_share_one_layout() -> None:
     assert (profile.layouts[0].pairing, profile.layouts[0].rotary_dim) == ("half", 8)
     assert profile.kinds == (PLAIN,) * 3
     assert profile.max_context_tokens == 4096
-    # Float32 rounding of keys that stand at position 1009: 1009 * 6e-8 rad, and some for sums.
+    # float32 rounding of keys at position 1009: 1009 * 6e-8 rad, plus the rounding of sums.
     assert profile.key_error < 1e-4
     assert profile.value_error < 1e-5
 
@@ -32,13 +32,13 @@ def test_layers_that_rotate_alike_share_one_layout() -> None:
     ("family", "pairing", "rotary_dim"),
     [("glm", "interleaved", 4), ("cohere", "interleaved", 8), ("gpt_neox", "half", 2)],
 )
-def test_pairing_and_width_are_found(family: str, pairing: str, rotary_dim: int) -> None:
+def test_pairing_and_width_are_detected(family: str, pairing: str, rotary_dim: int) -> None:
     kind, config = SUPPORTED[family]
     (layout, *_) = profile_attention(tiny_model(kind, **config)).layouts
     assert (layout.pairing, layout.rotary_dim) == (pairing, rotary_dim)
 
 
-def test_layers_of_two_kinds_have_their_own_layouts_and_windows() -> None:
+def test_each_kind_of_layer_has_its_own_layout_and_window() -> None:
     kind, config = SUPPORTED["gemma3"]
     profile = profile_attention(tiny_model(kind, **config))
     assert [kind.window for kind in profile.kinds] == [16, 16, 16, 16, 16, None, 16]
@@ -47,7 +47,7 @@ def test_layers_of_two_kinds_have_their_own_layouts_and_windows() -> None:
     assert all(layout is sliding for layout in (*profile.layouts[:5], profile.layouts[6]))
 
 
-def test_layers_without_positions_are_seen_as_such() -> None:
+def test_layers_without_positions_are_detected() -> None:
     kind, config = SUPPORTED["smollm3"]
     profile = profile_attention(tiny_model(kind, **config))
     assert [layout.rotates for layout in profile.layouts] == [True, True, True, False]
@@ -59,10 +59,10 @@ def test_other_dtypes_are_measured_too(dtype: torch.dtype) -> None:
     assert profile_attention(model).layouts[0].rotary_dim == 8
 
 
-def test_frequencies_that_the_model_does_not_show_are_refused() -> None:
+def test_models_with_hidden_frequencies_are_refused() -> None:
     model = copy.deepcopy(shared_tiny_llama())
     inner = model.model.rotary_emb
-    inner.hidden = inner.inv_freq * 1.5  # used, but not among the buffers
+    inner.hidden = inner.inv_freq * 1.5  # used, but not a buffer
     forward = inner.forward
 
     def other(*args: object, **kwargs: object) -> object:
@@ -76,19 +76,19 @@ def test_frequencies_that_the_model_does_not_show_are_refused() -> None:
         profile_attention(model)
 
 
-def test_the_limit_is_where_frequencies_stop_being_constant() -> None:
+def test_the_context_limit_is_where_frequencies_change() -> None:
     kind, config = SUPPORTED["phi3, longrope"]
     assert position_limit(tiny_model(kind, **config).config) == LONGROPE_LIMIT
     assert position_limit(tiny_model("llama", max_position_embeddings=77).config) == 77
 
 
-def test_a_context_shorter_than_the_probe_is_no_reason_to_fail() -> None:
+def test_context_windows_shorter_than_the_probe_are_supported() -> None:
     assert profile_attention(tiny_model(max_position_embeddings=12)).max_context_tokens == 12
 
 
-def test_outlines_by_layer_pair_its_keys_with_its_values() -> None:
+def test_outlines_pair_the_keys_and_values_of_each_layer() -> None:
     profile = profile_attention(tiny_model())
-    sizes = [(2, 8), (4, 8), (2, 6), (4, 6)]  # keys of two layers, then values
+    sizes = [(2, 8), (4, 8), (2, 6), (4, 6)]  # keys of two layers, then their values
     outline = tuple((heads, size, torch.float32) for heads, size in sizes)
     (keys, values), (more_keys, more_values) = replace(
         profile, token_outline=outline

@@ -1,4 +1,4 @@
-"""What a model caches, measured without its weights."""
+"""Profiles that are measured from a config, without the weights."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ LARGE: dict[str, tuple[str, dict[str, Any], list[tuple[int, int]]]] = {
 
 
 @pytest.mark.parametrize("name", SUPPORTED)
-def test_profile_of_a_config_is_that_of_the_model(name: str) -> None:
+def test_the_profile_of_a_config_equals_that_of_the_model(name: str) -> None:
     family, settings = SUPPORTED[name]
     model = tiny_model(family, **settings)
     expected, found = profile_attention(model), profile_config(model.config, torch.float32)
@@ -81,7 +81,7 @@ def test_profile_of_a_config_is_that_of_the_model(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", LARGE)
-def test_large_model_is_measured_at_its_sizes(name: str) -> None:
+def test_profiles_of_large_models_have_their_sizes(name: str) -> None:
     family, settings, outlines = LARGE[name]
     profile = profile_config(AutoConfig.for_model(family, **settings), torch.bfloat16)
     assert [(keys.heads, keys.size) for keys, _ in profile.layer_outlines] == outlines
@@ -89,7 +89,7 @@ def test_large_model_is_measured_at_its_sizes(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_other_kinds_are_those_of_the_model(name: str) -> None:
+def test_profiles_of_other_kinds_equal_those_of_the_model(name: str) -> None:
     family, settings, _ = KINDS[name]
     profile = profile_config(AutoConfig.for_model(family, **settings), torch.float32)
     expected, found = model_of_kinds(name).profile.kinds, profile.kinds

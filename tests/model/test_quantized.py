@@ -1,4 +1,4 @@
-"""Answers over int8 blocks: what the blocks stand for, computed exactly, in every family."""
+"""Answers over int8 blocks equal those over dequantized blocks, in every family."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from tests.models import shared_tiny_llama, tiny_model, tiny_tokenizer
 
 FAMILIES = (
     "llama",  # rotates halves
-    "phi",  # half of the dimensions
-    "glm",  # pairs side by side
-    "smollm3",  # some layers hold no position
+    "phi",  # rotates half of the dimensions
+    "glm",  # rotates adjacent pairs
+    "smollm3",  # has layers without positions
     "gemma2",  # sliding windows and soft caps: no relay
     "gpt_neox",
     "falcon, one key head",
 )
-# A small change may choose another expert there, and so be no small change any more.
+# Here a small change may select another expert, and so have a large effect.
 WITH_EXPERTS = ("qwen3_moe", "gpt_oss, attention sinks")
 TEXTS = ("Halden Tower is 214 metres tall, they say.", "x", "It was built in 1931.", "How tall?")
 BUDGET = LOGITS[torch.float32]
 
 
 class Case:
-    """A model, the tokens of a prompt, and its context blocks as the model computes them."""
+    """A model, a tokenized prompt, and its context blocks computed by the model."""
 
     def __init__(self, model: BlockModel) -> None:
         self.model = model
@@ -64,8 +64,7 @@ def case_of(family: str) -> Case:
 
 
 def changed(kv: BlockKV, change: Callable[[Tensor, Tensor, Tensor], Tensor]) -> BlockKV:
-    """A block that is not quantized: ``change`` of its states, of what their int8 stands for, and
-    of the scale."""
+    """Return an unquantized block with the states ``change(states, dequantized states, scale)``."""
     made = kv.quantized()
     assert made.scales is not None
     layers = range(kv.num_layers)
@@ -86,7 +85,7 @@ def changed(kv: BlockKV, change: Callable[[Tensor, Tensor, Tensor], Tensor]) -> 
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *WITH_EXPERTS])
-def test_every_way_to_read_int8_blocks_gives_what_they_stand_for(family: str) -> None:
+def test_all_paths_read_int8_blocks_as_their_dequantized_states(family: str) -> None:
     case = case_of(family)
     plain = [changed(kv, lambda _, stands_for, __: stands_for) for kv in case.blocks]
     first, *others = case.blocks
@@ -101,10 +100,10 @@ def test_every_way_to_read_int8_blocks_gives_what_they_stand_for(family: str) ->
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_is_lost_is_what_half_steps_do(family: str) -> None:
-    """Against the oracle, quantization is off by no more than when every number is moved by half a
-    step, up or down at random; it moves each by half a step at most, and by 0.29 of one (root mean
-    square)."""
+def test_quantization_error_is_at_most_that_of_random_half_steps(family: str) -> None:
+    """Relative to the oracle, the error of quantization is at most that of moving every value up or
+    down by half a step at random. Quantization moves values by at most half a step, with a root
+    mean square of 0.29 steps."""
     case = case_of(family)
     expected = oracle_logits(case.model.hf_model, [*case.ids, case.final])[-1]
     assert relative_error(case.logits(case.blocks), expected) <= BUDGET
@@ -123,7 +122,7 @@ def test_what_is_lost_is_what_half_steps_do(family: str) -> None:
         assert BUDGET < error <= noise
 
 
-def test_the_models_number_type_is_that_of_the_cache() -> None:
+def test_the_dtype_of_the_model_is_that_of_its_cache() -> None:
     model = BlockModel(tiny_model().bfloat16(), tiny_tokenizer())
     case = Case(model)
     quantized = [kv.quantized() for kv in case.blocks]
@@ -136,7 +135,7 @@ def test_the_models_number_type_is_that_of_the_cache() -> None:
         assert bool(found.isfinite().all())
 
 
-def test_check_block_accepts_only_blocks_of_the_model_in_int8() -> None:
+def test_check_block_only_accepts_int8_blocks_of_the_model() -> None:
     case = Case(BlockModel(shared_tiny_llama(), tiny_tokenizer()))
     kv = case.blocks[0].quantized()
     assert kv.scales is not None

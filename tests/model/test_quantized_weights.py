@@ -1,4 +1,4 @@
-"""Quantized weights: tiny checkpoints of each scheme, weights quantized at load, and refusals."""
+"""Quantized weights: tiny checkpoints of each scheme, quantization at load, and refused schemes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def need(*packages: str) -> None:
 
 
 def rewrite(folder: Path, settings: dict[str, Any], change: Callable[[str, Tensor], Any]) -> None:
-    """Replace each weight of the decoder's linear layers, and add the quantization's settings."""
+    """Replace the weights of the decoder's linear layers, and add the quantization settings."""
     file = folder / "model.safetensors"
     tensors: dict[str, Tensor] = {}
     for name, tensor in load_file(file).items():
@@ -58,7 +58,7 @@ def rewrite(folder: Path, settings: dict[str, Any], change: Callable[[str, Tenso
 
 
 def fp8(folder: Path) -> dict[str, Tensor]:
-    """Floats of 8 bits with a scale for each square block of weights, as DeepSeek and Qwen have."""
+    """Quantize to 8-bit floats with one scale per square block, as in DeepSeek and Qwen."""
     expected = {}
 
     def change(name: str, weight: Tensor) -> dict[str, Tensor]:
@@ -75,7 +75,7 @@ def fp8(folder: Path) -> dict[str, Tensor]:
 
 
 def compressed_tensors(folder: Path) -> dict[str, Tensor]:
-    """Integers of 8 bits with a scale for each row."""
+    """Quantize to 8-bit integers with one scale per row."""
     expected = {}
 
     def change(name: str, weight: Tensor) -> dict[str, Tensor]:
@@ -112,12 +112,12 @@ def test_a_quantized_checkpoint_is_exact(
         expected = original.eval()(input_ids=ids).logits[0, -1]
     torch.testing.assert_close(model.next_logits(ids), expected, rtol=1e-4, atol=1e-4)
     assert_exact(model, torch.float32)
-    # A server has other kernels for these weights, so it computes other keys and values.
+    # Servers use other kernels for these weights, which give different keys and values.
     assert model.fingerprint != CheckpointModel(plain, torch.float32).fingerprint
 
 
 def assert_exact(model: BlockModel, dtype: torch.dtype) -> None:
-    """Block mode equals the oracle on the loaded model, and its blocks have a compute dtype."""
+    """Check that block mode equals the oracle on the loaded model, and the dtype of its blocks."""
     assert {outline[2] for outline in model.profile.token_outline} == {dtype}
     report = check_model(model)
     assert report.passed, report
@@ -179,7 +179,7 @@ def test_weights_are_quantized_at_load(plain: Path, dtype: str, package: str) ->
     }
     assert len(fingerprints) == 3
     assert model.fingerprint in fingerprints
-    # Saved and loaded as a checkpoint, it has the same weights.
+    # A saved and loaded checkpoint has the same weights.
     folder = save(plain.parent / "quantized", quantized)
     again = BlockModel.from_pretrained(folder, device="cpu")
     assert_exact(again, torch.bfloat16)
@@ -202,9 +202,9 @@ def test_passages_of_quantized_models_are_reused(plain: Path, dtype: str, packag
     assert answers[0].token_ids == answers[1].token_ids
 
 
-def test_other_shapes_use_the_general_kernel(tmp_path: Path) -> None:
+def test_unsupported_shapes_use_the_general_kernel(tmp_path: Path) -> None:
     need("accelerate", "bitsandbytes")
-    folder = save(tmp_path, tiny_model("llama"))  # 32 columns, and 16 rows of keys
+    folder = save(tmp_path, tiny_model("llama"))  # key projections have 16 rows and 32 columns
     assert_exact(BlockModel.from_pretrained(folder, device="cpu", dtype="nf4"), torch.bfloat16)
 
 
@@ -255,7 +255,7 @@ def test_a_quantized_checkpoint_is_not_quantized_again(plain: Path) -> None:
         load_model(plain, device="cpu", dtype="int8")
 
 
-def test_floats_of_8_bits_are_dequantized_on_the_cpu_of_a_machine_with_a_gpu(plain: Path) -> None:
+def test_fp8_weights_are_dequantized_on_the_cpu_even_with_a_gpu(plain: Path) -> None:
     need("accelerate")
     fp8(plain)
     config = AutoConfig.from_pretrained(plain)
@@ -266,7 +266,7 @@ def test_floats_of_8_bits_are_dequantized_on_the_cpu_of_a_machine_with_a_gpu(pla
 
 
 @pytest.mark.parametrize(("dtype", "package"), [("int8", "torchao"), ("nf4", "bitsandbytes")])
-def test_quantizing_names_its_extra(
+def test_quantizing_without_its_extra_names_it(
     monkeypatch: pytest.MonkeyPatch, dtype: str, package: str
 ) -> None:
     find = importlib.util.find_spec

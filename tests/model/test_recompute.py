@@ -1,4 +1,4 @@
-"""Recomputed tokens: chosen by the question's attention, and exact by a dense forward."""
+"""Recomputed tokens are chosen by the question's attention, and equal a dense forward pass."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def context_of(model: BlockModel, blocks: Sequence[list[int]] = CONTEXT) -> Any:
 
 
 class Work(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records the largest tensor of the operations within, in elements, and the number of scores
-    that fused attention computes."""
+    """Records the number of elements of the largest tensor, and the number of scores that fused
+    attention computes."""
 
     largest = scores = 0
 
@@ -63,7 +63,7 @@ class Work(TorchDispatchMode):  # type: ignore[no-untyped-call]
         *((family, 0.3) for family in ("multi-query", "qwen3", "gemma", "glm", "gpt_neox")),
     ],
 )
-def test_equals_one_dense_forward(family: str, share: float) -> None:
+def test_recomputed_tokens_equal_one_dense_forward(family: str, share: float) -> None:
     check_dense(model_of(family), family, share)
 
 
@@ -86,7 +86,7 @@ def test_runs_of_tokens_use_a_causal_kernel(monkeypatch: pytest.MonkeyPatch, sha
     rows: list[int] = []
 
     def attend_causal(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """What the kernel of a GPU computes."""
+        """Stand-in for the GPU kernel."""
         rows.append(query.shape[2])
         key, value = (one.repeat_interleave(2, dim=1) for one in (key, value))
         scores = query @ key.mT * scale
@@ -104,7 +104,7 @@ def test_runs_of_tokens_use_a_causal_kernel(monkeypatch: pytest.MonkeyPatch, sha
 
 
 def check_dense(model: BlockModel, family: str, share: float) -> None:
-    """Compare the choice of tokens, and the logits after the question, with dense forwards."""
+    """Compare the chosen tokens and the logits after the question with dense forward passes."""
     attention = dense_attention(model_of(family), BLOCKS)
     found = attention_to_context(model, context_of(model), FINAL)
     torch.testing.assert_close(found, attention, rtol=1e-4, atol=1e-5)
@@ -130,9 +130,9 @@ def test_cost_grows_no_faster_than_in_full_mode() -> None:
     context = context_of(model, rows)
     with Work() as work:
         recompute(model, context, [True] * len(rows), FINAL, 1.0)
-    # Of all scores of all layers and heads, full mode needs half.
+    # Full mode computes half of all scores of all layers and heads.
     assert work.scores < 0.7 * 3 * 4 * tokens**2
-    assert work.largest < 1000 * tokens  # a mask of all tokens would have 3000 a token
+    assert work.largest < 1000 * tokens  # a complete mask would have 3000 per token
 
 
 def test_tokens_with_equal_attention_are_chosen_in_order() -> None:
@@ -162,7 +162,7 @@ def test_the_default_dtype_does_not_change_the_scores(dtype: torch.dtype) -> Non
 
 
 @pytest.mark.parametrize("blocks", [CONTEXT, CONTEXT[:1]], ids=["several blocks", "one block"])
-def test_leaves_the_stored_blocks_and_the_models_attention_alone(blocks: list[list[int]]) -> None:
+def test_stored_blocks_and_the_models_attention_are_unchanged(blocks: list[list[int]]) -> None:
     model = model_of("llama")
     context = context_of(model, blocks)
     before = [[keys.clone() for keys in block.kv.keys] for block in context.blocks]
@@ -175,14 +175,14 @@ def test_leaves_the_stored_blocks_and_the_models_attention_alone(blocks: list[li
     assert torch.equal(expected, model.next_logits(torch.tensor([FINAL]), model.cache_for(context)))
 
 
-def test_nothing_to_recompute_returns_the_context() -> None:
+def test_without_tokens_to_recompute_the_context_is_returned() -> None:
     model = model_of("llama")
     context = context_of(model)
     assert recompute(model, context, IS_PASSAGE, FINAL, 0.01) == (context, [])
     assert recompute(model, context, [False] * 3, FINAL, 1.0) == (context, [])
 
 
-def test_other_choices_are_other_blocks() -> None:
+def test_blocks_with_other_recomputed_tokens_are_different_blocks() -> None:
     model = model_of("llama")
     choices = [
         recompute(model, context_of(model), is_passage, FINAL, 0.5)[0].blocks[0].kv
@@ -191,7 +191,7 @@ def test_other_choices_are_other_blocks() -> None:
     assert choices[0].digest != choices[1].digest
 
 
-def test_models_with_attention_code_of_their_own_are_refused() -> None:
+def test_models_with_custom_attention_code_are_refused() -> None:
     hf_model = tiny_model("falcon", new_decoder_architecture=True, num_kv_heads=2, alibi=False)
     with pytest.raises(UnsupportedModelError, match="use a recipe with recompute=0"):
         BlockAttentionEngine(BlockModel(hf_model, tiny_tokenizer()), recipe=Recipe(recompute=0.5))
@@ -212,7 +212,7 @@ def bundled() -> BlockModel:
 
 @pytest.fixture
 def engine(bundled: BlockModel) -> BlockAttentionEngine:
-    """An engine without blocks and tails of other tests."""
+    """A new engine, without blocks and tails from other tests."""
     return BlockAttentionEngine(bundled, recipe="none")
 
 
@@ -227,7 +227,7 @@ def prompt(engine: BlockAttentionEngine) -> BlockPrompt:
 
 
 @pytest.mark.parametrize("sink", ["none", "head:4"])
-def test_answers_go_from_block_to_full_mode(
+def test_a_larger_share_brings_answers_closer_to_full_mode(
     engine: BlockAttentionEngine, prompt: BlockPrompt, sink: str
 ) -> None:
     answer = engine.generate(prompt, mode="full", max_new_tokens=6)
@@ -248,7 +248,7 @@ def test_answers_go_from_block_to_full_mode(
     [(0, 0), (1, 0), (None, 9)],
     ids=["none", "only a system text", "promoted"],
 )
-def test_prompts_without_passages_are_answered_as_usual(
+def test_prompts_without_passages_recompute_nothing(
     engine: BlockAttentionEngine, prompt: BlockPrompt, blocks: int | None, promote: int
 ) -> None:
     asked = BlockPrompt(prompt.context[:blocks], prompt.final)
@@ -261,7 +261,7 @@ def test_prompts_without_passages_are_answered_as_usual(
     assert found.stats.computed_tokens == plain.stats.computed_tokens
 
 
-def test_recomputes_the_passages_that_are_not_promoted(
+def test_only_passages_that_are_not_promoted_are_recomputed(
     engine: BlockAttentionEngine, prompt: BlockPrompt
 ) -> None:
     answer = engine.generate(prompt, mode="full", max_new_tokens=6).token_ids

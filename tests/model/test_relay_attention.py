@@ -1,4 +1,4 @@
-"""Relay attention inside transformers: the copy path's answers, without the copy."""
+"""Relay attention in transformers gives the same answers as the copy path, without copying."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_enabling_relay_changes_nothing_for_ordinary_calls() -> None:
     with torch.inference_mode():
         before = hf_model(ids).logits
         enable_relay(hf_model)
-        enable_relay(hf_model)  # twice is once
+        enable_relay(hf_model)  # idempotent
         after = hf_model(ids).logits
     assert torch.equal(before, after)
 
@@ -103,7 +103,7 @@ def test_eager_attention_stays_eager_when_no_plan_is_active() -> None:
     assert torch.equal(before.logits, after.logits)
 
 
-def test_attention_that_is_set_on_a_model_in_use_does_not_change_its_answers() -> None:
+def test_changing_the_attention_implementation_does_not_change_answers() -> None:
     model = BlockModel(tiny_model("llama"), tiny_tokenizer())
     assert model.supports_relay
     context, final = placed_context(model, BLOCKS), torch.tensor([FINAL_IDS])
@@ -113,7 +113,7 @@ def test_attention_that_is_set_on_a_model_in_use_does_not_change_its_answers() -
     assert relative_error(after, before) <= 1e-5
 
 
-def test_two_threads_on_two_models_do_not_see_each_others_plan() -> None:
+def test_two_models_in_two_threads_do_not_share_plans() -> None:
     models = [BlockModel(tiny_model("llama", seed=seed), tiny_tokenizer()) for seed in (1, 2)]
     assert all(model.supports_relay for model in models)
 
@@ -136,7 +136,7 @@ def test_two_threads_on_two_models_do_not_see_each_others_plan() -> None:
     assert [found[0], found[1]] == expected
 
 
-def test_relay_adds_no_copy_of_the_context_to_the_cache(llama: BlockModel) -> None:
+def test_relay_does_not_copy_the_context_to_the_cache(llama: BlockModel) -> None:
     context = placed_context(llama, BLOCKS)
     assert llama.supports_relay
     cache = llama.cache_for(context, assembly="relay")
@@ -146,12 +146,12 @@ def test_relay_adds_no_copy_of_the_context_to_the_cache(llama: BlockModel) -> No
     assert cache.get_seq_length() == sum(LENGTHS) + FINAL
 
 
-def test_in_bfloat16_relay_errs_no_more_than_copying() -> None:
-    """Both against the float32 oracle of the same rounded weights.
+def test_bfloat16_errors_of_relay_are_no_larger_than_those_of_copying() -> None:
+    """Both are compared with the float32 oracle for the same rounded weights.
 
-    A forward rounds each layer's few hidden states to 8 bits; over two layers of some ten roundings
-    that add up as a random walk, an error of sqrt(20) times half a unit in the last place, 2e-2,
-    is to be expected, and twice that allowed.
+    Each layer rounds its hidden states about ten times to 8 bits. Over two layers, these errors add
+    up like a random walk to sqrt(20) times half a unit in the last place, or 2e-2. Twice that is
+    allowed.
     """
     rounded: Any = tiny_model("llama")
     rounded.to(torch.bfloat16)
@@ -174,7 +174,7 @@ def test_in_bfloat16_relay_errs_no_more_than_copying() -> None:
     assert max(errors["relay"]) <= 4e-2
 
 
-def test_the_probe_notices_queries_that_are_not_rotated(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_probe_detects_unrotated_queries(monkeypatch: pytest.MonkeyPatch) -> None:
     def unrotated(self: SegmentTable, _: int, query: Tensor) -> Tensor:
         return query.expand(len(self.segments), *query.shape[1:])
 
@@ -207,7 +207,7 @@ def test_latents_are_read_without_expanding_them(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("fault", ["unrotated", "merged", "values"])
-def test_the_probe_notices_wrong_attention_to_latents(
+def test_the_probe_detects_wrong_attention_to_latents(
     fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     right = LatentMap.outputs
@@ -237,7 +237,7 @@ def test_refuses_drafted_tokens(llama: BlockModel, assembly: Literal["copy", "re
         llama.generate(context.token_ids, FINAL_IDS, options, cache=cache)
 
 
-def test_tokens_that_come_several_at_once_are_all_handed_out(llama: BlockModel) -> None:
+def test_on_token_receives_all_tokens_of_a_multi_token_step(llama: BlockModel) -> None:
     handed: list[int] = []
     options = Sampling(max_new_tokens=8, extra={"prompt_lookup_num_tokens": 3})
     tokens = llama.generate(BLOCKS[0], FINAL_IDS, options, on_token=handed.append)

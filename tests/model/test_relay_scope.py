@@ -1,5 +1,5 @@
-"""A plan belongs to the forward that carries its cache: whatever else runs the model attends as
-ever, within `generate` and after it."""
+"""A plan only applies to the forward pass with its cache. Other forward passes use ordinary
+attention, during ``generate`` and after it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def llama() -> BlockModel:
 
 
 def answers(model: BlockModel, blocks: list[list[int]], **extra: Any) -> list[list[int]]:
-    """New tokens by relay, and by the copy path."""
+    """Return the new tokens with relay attention, and with the copy path."""
     context = placed_context(model, blocks)
     assert model.supports_relay
     return [
@@ -53,17 +53,17 @@ def test_guidance_equals_copy_path_and_full_mode(llama: BlockModel, scale: float
     assert by_relay == by_copy
     by_relay, _ = answers(llama, BLOCKS[:1], guidance_scale=scale)
     assert by_relay == in_full(llama, BLOCKS[:1], guidance_scale=scale)
-    assert by_relay != in_full(llama, BLOCKS[:1])  # it does something here
+    assert by_relay != in_full(llama, BLOCKS[:1])  # guidance has an effect
 
 
-def test_guidance_by_other_words_gives_the_copy_paths_tokens(llama: BlockModel) -> None:
+def test_guidance_with_a_negative_prompt_equals_the_copy_path(llama: BlockModel) -> None:
     other = torch.tensor([BLOCKS[3]])
     by_relay, by_copy = answers(llama, BLOCKS, guidance_scale=3.0, negative_prompt_ids=other)
     assert by_relay == by_copy
 
 
 class RunsTheModel(LogitsProcessor):
-    """Takes away what the model gives for the last tokens alone, computed by ``run``."""
+    """Subtracts the scores for the last tokens without context, computed by ``run``."""
 
     def __init__(self, run: Callable[[Tensor], Tensor]) -> None:
         self._run = run
@@ -93,8 +93,8 @@ def test_nested_processor_equals_the_copy_path(llama: BlockModel, way: str) -> N
     assert by_relay != answers(llama, BLOCKS)[0]
 
 
-def test_a_forward_within_a_forward_leaves_the_outer_ones_plan(llama: BlockModel) -> None:
-    """A hook on a layer that runs the whole model, once, in the middle of each forward."""
+def test_a_nested_forward_keeps_the_plan_of_the_outer_one(llama: BlockModel) -> None:
+    """A hook on a layer runs the complete model once in the middle of each forward pass."""
     hf_model: Any = llama.hf_model
     expected = answers(llama, BLOCKS)[1]
     inside = False
@@ -133,22 +133,22 @@ def test_interrupted_forward_leaves_no_plan(llama: BlockModel, error: type[BaseE
 
 @torch.inference_mode()
 def hidden_of_first_layer(hf_model: Any) -> Tensor:
-    """One layer, run by itself: no forward of the model begins or ends around it."""
+    """Run the first layer on its own, outside of any forward pass of the model."""
     states = hf_model.model.embed_tokens(torch.tensor([[3, 4, 5]]))
     positions = hf_model.model.rotary_emb(states, torch.arange(3)[None])
     output = hf_model.model.layers[0](states, position_embeddings=positions)
     return output if isinstance(output, Tensor) else output[0]
 
 
-def test_a_model_that_peft_wraps_generates_by_relay() -> None:
+def test_a_model_wrapped_by_peft_generates_with_relay() -> None:
     config = LoraConfig(r=2, target_modules=["k_proj", "v_proj"], init_lora_weights=False)
     wrapped: Any = get_peft_model(tiny_model("llama"), config)
     by_relay, by_copy = answers(BlockModel(wrapped, tiny_tokenizer()), BLOCKS)
     assert by_relay == by_copy
 
 
-def test_a_model_made_from_the_config_of_one_in_use_relays_too(llama: BlockModel) -> None:
-    """The config already names relay attention; the new model must still know its plans."""
+def test_a_model_created_from_the_config_of_another_supports_relay(llama: BlockModel) -> None:
+    """The config already names relay attention, but the new model must still be set up for it."""
     assert llama.supports_relay
     other = copy.deepcopy(llama.hf_model)
     made = type(llama.hf_model)(llama.hf_model.config)

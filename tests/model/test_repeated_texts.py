@@ -1,4 +1,4 @@
-"""Which repeated texts count as loops, with a real tokenizer: prose does, data and code do not."""
+"""Repeated prose counts as a loop, and repeated data and code do not, with a real tokenizer."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ LETTER = (
     "to us if it does not, and we will look for it at once.\n\nKind regards,\nYour shop\n\n"
 )
 ROWS = (
-    # Numbers and constants
+    # Numbers and constants.
     *("0x00, ", "0.0f, ", "1e5, ", "1.0f, 0.0f, 0.0f, 0.0f,\n", "NaN,NaN,NaN\n", "null, "),
     *("None, ", "true,\n", "ff ", "AT", "CAG", "nop\n", "nop ", "true false "),
     *("CAG TTG ", "face, ", "NaN ", "A ", "'berlin', ", "[berlin] ", "x=berlin ", "(berlin) "),
-    # Cells, lists and markup
+    # Cells, lists and markup.
     *("x & ", "x & y & z \\\\\n", "<td></td>", "<p>It is a text.</p>\n", "- yes\n"),
     *("- [ ] todo\n", "| n/a | n/a |\n", "| yes | no |\n", "| No data. | No more. |\n"),
     *("('a', NULL, NULL),\n", "yes,no,New York\n", "a: some text\n", "yes, no, maybe, "),
     *("| 是 | 否 |\n", "是,否\n", "是，否，"),
-    # Code
+    # Code.
     *("    return None\n", "x = 1\n", "if x is not None:\n    return x\n", "import os\n"),
     *('print("Hello, dear world!")\n', '    log.info("It was received.")\n', "end if\n"),
     *(
@@ -60,7 +60,7 @@ def rules() -> AnswerRules:
 
 
 def loop_at(rules: AnswerRules, text: str, *, in_json: bool = False) -> int | None:
-    """Number of characters after which a text, or a string of JSON, counts as a loop."""
+    """Return the number of characters after which a text or a JSON string counts as a loop."""
     grammar = parse_grammar(None, {"json": {"type": "object"}}) if in_json else None
     guard = rules.loop_guard(grammar)
     written = '{"a": ' + json.dumps(text, ensure_ascii=False) if in_json else text
@@ -74,7 +74,7 @@ def loop_at(rules: AnswerRules, text: str, *, in_json: bool = False) -> int | No
 
 @pytest.mark.parametrize("in_json", [False, True], ids=["text", "json"])
 @pytest.mark.parametrize("unit", DATA)
-def test_equal_rows_of_data_are_no_loop(rules: AnswerRules, unit: str, in_json: bool) -> None:
+def test_equal_rows_of_data_are_not_a_loop(rules: AnswerRules, unit: str, in_json: bool) -> None:
     assert loop_at(rules, unit * DATA[unit], in_json=in_json) is None
 
 
@@ -82,13 +82,15 @@ def test_equal_rows_of_data_are_no_loop(rules: AnswerRules, unit: str, in_json: 
     ("unit", "copies"),
     [(LETTER, 4), ("我今天去学校。", 40), ("He sat. ", 40), ("Berlin, ", 60), ("no ", 120)],
 )
-def test_prose_that_people_repeat_is_no_loop(rules: AnswerRules, unit: str, copies: int) -> None:
+def test_short_repetition_of_prose_is_not_a_loop(
+    rules: AnswerRules, unit: str, copies: int
+) -> None:
     assert loop_at(rules, unit * copies) is None
 
 
 @pytest.mark.parametrize("unit", PROSE)
 @pytest.mark.parametrize("in_json", [False, True], ids=["text", "json"])
-def test_prose_that_repeats_itself_is_a_loop(rules: AnswerRules, unit: str, in_json: bool) -> None:
+def test_repeated_prose_is_a_loop(rules: AnswerRules, unit: str, in_json: bool) -> None:
     found = loop_at(rules, unit * 100, in_json=in_json)
     assert found is not None
     needed = 192 if in_json else 384
@@ -97,9 +99,7 @@ def test_prose_that_repeats_itself_is_a_loop(rules: AnswerRules, unit: str, in_j
 
 @pytest.mark.parametrize("unit", WORDS)
 @pytest.mark.parametrize("in_json", [False, True], ids=["text", "json"])
-def test_words_that_repeat_themselves_are_a_loop(
-    rules: AnswerRules, unit: str, in_json: bool
-) -> None:
+def test_repeated_words_are_a_loop(rules: AnswerRules, unit: str, in_json: bool) -> None:
     found = loop_at(rules, unit * 400, in_json=in_json)
     assert found is not None
     copies, needed = (32, 192) if in_json else (64, 384)

@@ -1,4 +1,4 @@
-"""When an answer counts as repeating itself, and how a JSON string that does must end."""
+"""Detection of repetitive answers, and ending of repetitive JSON strings."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ LEGITIMATE = {
 
 
 def letters(ids: Sequence[int]) -> str:
-    """Text of tokens that are characters by their code points."""
+    """Decode tokens that are code points of characters."""
     return "".join(map(chr, ids))
 
 
@@ -58,7 +58,7 @@ def codes(text: str) -> list[int]:
 
 
 class Words:
-    """Tokens of words and marks, numbered as they come."""
+    """Tokenizer of words and punctuation, with ids in the order of first occurrence."""
 
     def __init__(self, text: str) -> None:
         pieces = re.findall(r" ?\w+|\W", text)
@@ -70,7 +70,7 @@ class Words:
 
 
 def first_found(ids: Sequence[int], decode: Decode = letters) -> int | None:
-    """Tokens after which a loop of free text is found."""
+    """Return the number of tokens after which a loop is detected in free text."""
     repetition = Repetition(decode, TEXT_TOKENS, TEXT_COPIES, TEXT_WORD_COPIES)
     found = (at for at, token in enumerate(ids, 1) if repetition.push(token))
     return next(found, None)
@@ -84,17 +84,17 @@ SENTENCES = {
 
 
 def spoken(ids: Sequence[int]) -> str:
-    """Text of tokens that are a sentence each."""
+    """Decode tokens that are one sentence each."""
     return "".join(SENTENCES[token] for token in ids)
 
 
 def word(ids: Sequence[int]) -> str:
-    """Text of tokens that are a word of one letter each."""
+    """Decode tokens that are one word each, made of a repeated letter."""
     return "".join(3 * chr(token) + " " for token in ids)
 
 
 def repeats(ids: Sequence[int], least: int, copies: int) -> bool:
-    """The rule of the module for sentences, word by word."""
+    """Reference implementation of the rule for tokens that are sentences."""
     for size in range(1, min(LONGEST_UNIT, len(ids)) + 1):
         filled = max(copies * size, least)
         end = ids[-filled:]
@@ -104,13 +104,13 @@ def repeats(ids: Sequence[int], least: int, copies: int) -> bool:
 
 
 @pytest.mark.parametrize("text", LEGITIMATE.values(), ids=LEGITIMATE)
-def test_repetition_that_people_write_is_no_loop(text: str) -> None:
+def test_ordinary_repetition_is_not_a_loop(text: str) -> None:
     words = Words(text)
     assert first_found(words.ids, words.decode) is None
 
 
 @pytest.mark.parametrize("words", [3, 4, 19, 25, 26])
-def test_prose_is_a_loop_once_it_fills_the_end(words: int) -> None:
+def test_prose_is_a_loop_after_the_minimum_length(words: int) -> None:
     unit = list(range(ord("a"), ord("a") + words))
     needed = max(TEXT_COPIES * words, TEXT_TOKENS)
     before = codes("ABCDE")
@@ -124,20 +124,20 @@ def test_other_text_is_a_loop_after_many_more_copies(unit: str) -> None:
 
 
 def strip(ids: Sequence[int]) -> str:
-    """Text of tokens as tokenizers of SentencePiece decode it: without its first space."""
+    """Decode like SentencePiece tokenizers, which strip the leading space."""
     return letters(ids).strip()
 
 
 @pytest.mark.parametrize("unit", ["我今天去学校。", "He sat. "])
 @pytest.mark.parametrize("decode", [letters, strip])
-def test_prose_must_fill_characters_too(unit: str, decode: Decode) -> None:
+def test_prose_also_needs_a_minimum_number_of_characters(unit: str, decode: Decode) -> None:
     found = first_found(codes(unit * 60), decode)
     assert found is not None
     assert CHARACTERS * TEXT_TOKENS <= found <= CHARACTERS * TEXT_TOKENS + 2 * len(unit)
 
 
-def test_a_unit_longer_than_the_longest_is_no_loop() -> None:
-    unit = list(range(0x4E00, 0x4E00 + LONGEST_UNIT + 1))  # as many letters
+def test_a_unit_longer_than_the_maximum_is_not_a_loop() -> None:
+    unit = list(range(0x4E00, 0x4E00 + LONGEST_UNIT + 1))  # one letter per token
     assert first_found(unit * 5) is None
     assert first_found(unit[:-1] * 5) == TEXT_COPIES * LONGEST_UNIT
 
@@ -170,26 +170,26 @@ def follow(text: str) -> JsonStrings:
 LOOP = "He sat. " * 30
 
 
-def test_a_string_that_repeats_itself_must_end() -> None:
+def test_a_repetitive_string_must_end() -> None:
     assert follow('{"a": "' + LOOP).must_end
     assert not follow('{"a": "' + LOOP[: CHARACTERS * STRING_TOKENS - 1]).must_end
 
 
-def test_a_string_is_told_from_what_surrounds_it() -> None:
+def test_strings_are_distinguished_from_surrounding_json() -> None:
     assert not follow('{"a": [' + '"He sat.", ' * 30).has_loop
     ended = follow('{"a": "' + LOOP + '", "b": "')
     assert ended.has_loop
     assert not ended.must_end
 
 
-def test_an_escaped_quote_ends_no_string() -> None:
+def test_an_escaped_quote_does_not_end_a_string() -> None:
     assert follow('{"a": "' + r"\"No,\" he said. " * 30).must_end
-    assert not follow('{"a": "' + LOOP + "\\").must_end  # a quote would be text
+    assert not follow('{"a": "' + LOOP + "\\").must_end  # a quote would be escaped here
     assert follow('{"a": "' + LOOP + r"\"").must_end
     assert follow('{"a": "' + LOOP + "\\\\").must_end
 
 
-def test_a_long_unit_that_comes_twice_in_a_string_is_a_loop() -> None:
+def test_a_long_unit_repeated_in_a_string_is_a_loop() -> None:
     unit = (
         "He likes toys and his friends. She likes her friends and toys. They like to play together "
         "all day long. "
@@ -210,7 +210,7 @@ def test_a_later_string_ends_once_it_continues_the_loop(unit: str) -> None:
     assert follow(begin + loop[3 : 3 + LATER_TOKENS]).must_end
 
 
-def test_a_later_string_may_have_words_that_an_earlier_one_repeated() -> None:
+def test_a_later_string_may_contain_words_of_an_earlier_loop() -> None:
     begin = '{"a": "' + "to be or " * 30 + '", "b": "'
     assert not follow(begin + "The question is to be or not to be").must_end
     begin = '{"a": "' + LOOP + '", "b": "Then '
@@ -229,11 +229,11 @@ AMONG_TEXT = pytest.mark.parametrize(
 
 
 def guarded(text: str, asked: dict[str, object]) -> bool:
-    """Whether the guard of an answer with that grammar finds a loop in its text."""
+    """Whether the guard for an answer with this grammar detects a loop in the text."""
     guard = LoopGuard(letters, parse_grammar(None, asked))
     for token in codes(text):
         guard.push(token)
-    assert not guard.must_end  # the matcher of the grammar ends it
+    assert not guard.must_end  # ended by the matcher of the grammar instead
     return guard.has_loop
 
 
@@ -249,7 +249,9 @@ TEXTS_BEFORE = {
 
 @AMONG_TEXT
 @pytest.mark.parametrize("before", TEXTS_BEFORE.values(), ids=TEXTS_BEFORE)
-def test_quotes_in_text_before_json_begin_no_string(before: str, asked: dict[str, object]) -> None:
+def test_quotes_in_text_before_json_do_not_start_a_string(
+    before: str, asked: dict[str, object]
+) -> None:
     assert guarded(before + '<call=f>{"q": "' + LOOP, asked)
     assert not guarded(before + '<call=f>{"q": [' + "true, " * 60, asked)
     assert not guarded(before + '<call=f>{"q": [' + '"He sat.", ' * 30, asked)
@@ -260,7 +262,7 @@ def test_quotes_in_text_before_json_begin_no_string(before: str, asked: dict[str
 
 
 @AMONG_TEXT
-def test_text_around_json_that_repeats_itself_is_a_loop(asked: dict[str, object]) -> None:
+def test_repeated_text_around_json_is_a_loop(asked: dict[str, object]) -> None:
     call = '<call=f>{"q": "a"}</call>'
     cited = "He sat [1]. " * 40
     assert guarded(cited, asked)
@@ -270,19 +272,19 @@ def test_text_around_json_that_repeats_itself_is_a_loop(asked: dict[str, object]
     assert not guarded("[true]\n" * 40 + '{"kind": "yes"}\n' * 40, asked)
 
 
-def test_an_answer_that_is_not_the_previous_ones_continuation_is_read_anew() -> None:
+def test_a_different_answer_resets_the_state() -> None:
     strings = follow('{"a": "' + LOOP)
     strings.follow(codes('{"a": "He sat.'))
     assert not strings.has_loop
 
 
 @given(st.lists(st.text(max_size=20), max_size=6))
-def test_strings_shorter_than_a_loop_are_none(texts: list[str]) -> None:
+def test_strings_shorter_than_a_loop_need_not_end(texts: list[str]) -> None:
     assert not follow(json.dumps([text + "a" for text in texts])[: 6 * STRING_TOKENS]).must_end
 
 
 class Anything:
-    """A grammar of these tokens, whatever came."""
+    """A grammar that always allows these tokens."""
 
     def __init__(self, tokens: str) -> None:
         self._tokens = codes(tokens)
@@ -299,7 +301,7 @@ class Anything:
 @pytest.mark.parametrize(
     ("tokens", "expected"), [('abc"', '"'), ("abc", "abc")], ids=["quote", "no quote"]
 )
-def test_repeating_string_may_only_end_within_its_schema(tokens: str, expected: str) -> None:
+def test_a_repetitive_string_may_only_end_if_its_schema_allows(tokens: str, expected: str) -> None:
     matcher = LoopEndingMatcher(Anything(tokens), letters, np.array([ord('"')]))
     assert matcher.follow(codes('{"a": "He'))
     assert letters(np.flatnonzero(matcher.allowed(128, ())).tolist()) == "".join(sorted(tokens))
@@ -308,7 +310,7 @@ def test_repeating_string_may_only_end_within_its_schema(tokens: str, expected: 
 
 
 @pytest.mark.parametrize(("tokens", "expected"), [("abc.", "."), ("abc", "abc")])
-def test_repeating_text_around_json_may_only_end(tokens: str, expected: str) -> None:
+def test_repetitive_text_around_json_may_only_end(tokens: str, expected: str) -> None:
     none, long = np.array([], int), LOOP * 2
     matcher = LoopEndingMatcher(Anything(tokens), letters, none, among_text=True)
     for text, possible in ((long, expected), (long + "{", tokens)):

@@ -1,4 +1,4 @@
-"""Options that contradict what the engine does are refused."""
+"""Invalid sampling options, and options that conflict with the engine, are refused."""
 
 from __future__ import annotations
 
@@ -26,6 +26,6 @@ from blockattn_rag.model.sampling import Sampling
         ({"extra": {"use_cache": False, "num_return_sequences": 2}}, "num_return_sequences, use"),
     ],
 )
-def test_bad_options_are_refused(arguments: dict[str, Any], message: str) -> None:
+def test_invalid_options_are_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Sampling(**arguments)

@@ -1,4 +1,4 @@
-"""Weights that are identified by their files: every byte, once per file."""
+"""Weights are identified by the digests of their files, which are computed once per file."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the files that are read for their digests."""
+    """Names of the files whose digests are computed."""
     names: list[str] = []
     compute = hashlib.file_digest
 
@@ -88,7 +88,7 @@ def test_a_renamed_copy_has_the_same_fingerprint(saved: Path, tmp_path: Path) ->
     assert files_of(split).digests() == digests
 
 
-def test_each_shard_counts(tmp_path: Path, saved: Path) -> None:
+def test_every_shard_affects_the_fingerprint(tmp_path: Path, saved: Path) -> None:
     split = save(shared_tiny_llama(), tmp_path / "split", max_shard_size="20KB")
     other = save(with_other_weight(), tmp_path / "other", max_shard_size="20KB")
     same = {*files_of(split).digests()} & {*files_of(other).digests()}
@@ -119,7 +119,7 @@ def test_a_file_with_the_time_and_size_of_another_is_hashed_again(saved: Path) -
     path = saved / WEIGHTS
     before, stat = WeightFile.at(path), path.stat()
     digest = before.digest()
-    with path.open("r+b") as stream:  # in place
+    with path.open("r+b") as stream:  # keeps the inode
         stream.seek(-1, os.SEEK_END)
         last = stream.read(1)[0]
         stream.seek(-1, os.SEEK_END)
@@ -129,7 +129,7 @@ def test_a_file_with_the_time_and_size_of_another_is_hashed_again(saved: Path) -
     assert WeightFile.at(path).digest() != digest
 
 
-def test_a_changed_mode_changes_no_fingerprint(saved: Path, hashed: list[str]) -> None:
+def test_file_modes_do_not_affect_the_fingerprint(saved: Path, hashed: list[str]) -> None:
     first, model = load(saved).fingerprint, load(saved)
     (saved / WEIGHTS).chmod(0o600)
     assert model.fingerprint == load(saved).fingerprint == first
@@ -138,7 +138,7 @@ def test_a_changed_mode_changes_no_fingerprint(saved: Path, hashed: list[str]) -
 
 def test_processes_hash_a_file_once(saved: Path, hashed: list[str]) -> None:
     file = WeightFile.at(saved / WEIGHTS)
-    with ThreadPoolExecutor(8) as pool:  # locks exclude threads, too
+    with ThreadPoolExecutor(8) as pool:  # locks also exclude threads
         assert len({*pool.map(lambda _: file.digest(), range(8))}) == 1
     assert hashed == [WEIGHTS]
 
@@ -171,7 +171,7 @@ def test_a_damaged_record_is_ignored(saved: Path, hashed: list[str], damage: byt
     assert len(hashed) == 2
 
 
-def test_a_folder_that_cannot_be_written_is_reported(
+def test_an_unwritable_cache_folder_is_reported(
     saved: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (saved.parent / "home").write_text("a file")
@@ -186,7 +186,7 @@ def test_files_that_changed_after_loading_do_not_identify_the_model(saved: Path)
     assert load(saved).fingerprint != model.fingerprint
 
 
-def test_a_link_that_leads_elsewhere_after_loading_does_not_identify_the_model(
+def test_a_link_changed_after_loading_does_not_identify_the_model(
     saved: Path,
 ) -> None:
     save(with_other_weight(), saved.parent / "v2")
@@ -198,7 +198,7 @@ def test_a_link_that_leads_elsewhere_after_loading_does_not_identify_the_model(
     assert model.fingerprint == BlockModel(shared_tiny_llama(), tiny_tokenizer()).fingerprint
 
 
-def test_an_index_that_changes_is_noticed(tmp_path: Path) -> None:
+def test_changes_of_the_index_are_detected(tmp_path: Path) -> None:
     split = save(shared_tiny_llama(), tmp_path / "split", max_shard_size="20KB")
     files = files_of(split)
     assert files.is_current
@@ -210,15 +210,15 @@ def test_an_index_that_changes_is_noticed(tmp_path: Path) -> None:
 def test_changed_weights_are_identified_by_their_tensors(saved: Path) -> None:
     ready = load(shared_tiny_llama(), tokenizer=saved).fingerprint  # type: ignore[arg-type]
     assert ready != load(saved).fingerprint
-    changed = load(saved, rms_norm_eps=1e-3)  # any argument may change what is loaded
+    changed = load(saved, rms_norm_eps=1e-3)  # any argument may change the loaded weights
     assert changed._files is None
     assert load(saved, attn_implementation="eager").fingerprint == load(saved).fingerprint
 
 
 @pytest.fixture
 def main(saved: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The file with the commit of some/model in a cache of the hub. Two commits are in the cache:
-    ccc..., which is the newest and has the files of ``saved``, and ddd..., with other weights."""
+    """The file that names the current commit of some/model in a cache of the hub. The cache has
+    two commits: ccc..., with the files of ``saved``, and ddd..., with other weights."""
     cache = saved.parent / "hub"
     repository = cache / "models--some--model"
     shutil.copytree(saved, repository / "snapshots" / ("c" * 40))
@@ -240,14 +240,15 @@ def test_a_snapshot_of_the_hub_has_the_fingerprint_of_its_files(saved: Path, mai
     assert load("some/model", revision="c" * 40).fingerprint == model.fingerprint
 
 
-def test_a_branch_that_moves_while_a_model_is_loaded_changes_nothing(
+def test_a_branch_that_moves_during_loading_has_no_effect(
     saved: Path, main: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded = loading.load_model
 
     def load_model(*arguments: Any, **options: Any) -> Any:
         model = loaded(*arguments, **options)
-        main.write_text("d" * 40)  # after the weights, and before the names of their files
+        # The branch moves after the weights were loaded, but before their files were determined.
+        main.write_text("d" * 40)
         return model
 
     checkpoint = CheckpointModel("some/model", torch.float32)

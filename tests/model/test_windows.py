@@ -1,5 +1,5 @@
-"""Sliding windows, soft caps, attention sinks, shared layers and scaled queries on the relay path,
-and recomputation by their rules."""
+"""Sliding windows, soft caps, attention sinks, shared layers and scaled queries on the relay path
+and in recomputation."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_batches_may_have_contexts_but_not_final_blocks_of_different_lengths(
     cache = model.cache_for(*contexts, assembly=assembly)
     with pytest.raises(ValueError, match="final blocks of 5 to 12 tokens"):
         model.generate_batch(prompts, options, cache=cache)
-    # Without a cache, padding comes first, where no window of a token includes it.
+    # Without a cache, padding is on the left, where no window includes it.
     assert model.generate_batch(prompts, options) == [
         model.generate(*prompt, options) for prompt in prompts
     ]
@@ -119,16 +119,16 @@ def test_a_full_layer_with_a_window_in_its_mask_rules_out_relay() -> None:
 
 
 def test_shared_layers_without_a_kind_rule_out_relay() -> None:
-    """transformers 5.19 caches nothing for shared layers, so that none of them is measured."""
+    """transformers 5.19 has no cache for shared layers, so they are not measured."""
     model = new_model("shared")
     kinds = tuple(kind for kind in model.profile.kinds if kind.attention != "shared")
     model.profile = replace(model.profile, kinds=kinds)
     assert not model.supports_relay
 
 
-def test_a_long_window_that_no_layer_is_known_to_have_rules_out_relay() -> None:
+def test_a_window_longer_than_the_probe_rules_out_relay() -> None:
     model = new_model("windows only")
-    model.hf_model.config.sliding_window = 64  # more than the probe's tokens
+    model.hf_model.config.sliding_window = 64  # more tokens than the probe has
     kinds = [replace(kind, attention="full", window=None) for kind in model.profile.kinds]
     model.profile = replace(model.profile, kinds=tuple(kinds))
     assert not model.supports_relay
@@ -137,7 +137,7 @@ def test_a_long_window_that_no_layer_is_known_to_have_rules_out_relay() -> None:
 def without_masks(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **settings: Any
 ) -> tuple[Tensor, None]:
-    """Attention that takes no mask, but the size of the window, as Flash Attention does."""
+    """Attention that takes a window size instead of a mask, like Flash Attention."""
     assert attention_mask is None
     places = torch.arange(key.shape[2] - query.shape[2], key.shape[2])[:, None]
     apart = places - torch.arange(key.shape[2])
@@ -149,7 +149,7 @@ def without_masks(
 
 
 @pytest.mark.parametrize("kind", ["windows", "windows only"])
-def test_attention_without_masks_relays(kind: str) -> None:
+def test_attention_without_masks_supports_relay(kind: str) -> None:
     AttentionInterface.register("without_masks", without_masks)
     AttentionMaskInterface.register("without_masks", lambda *_, **__: None)
     hf_model = new_model(kind).hf_model
@@ -196,7 +196,7 @@ def test_a_gpu_copies_for_one_request_to_a_model_without_kernels(
 
 
 @pytest.mark.parametrize("kind", ["shared", "shared, last tokens only"])
-def test_relay_leaves_full_mode_of_shared_layers_as_it_was(kind: str) -> None:
+def test_relay_does_not_change_full_mode_of_shared_layers(kind: str) -> None:
     model, answer = new_model(kind), random_ids(5, 7)
     expected = model.answer_logits(BLOCKS[0], FINAL_IDS, answer)
     enable_relay(model.hf_model)
@@ -204,8 +204,8 @@ def test_relay_leaves_full_mode_of_shared_layers_as_it_was(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["shared", "shared, last tokens only"])
-def test_guessed_tokens_of_full_mode_do_not_change_answers(kind: str) -> None:
-    """Guesses are checked by forwards of which the last few logits are needed."""
+def test_speculative_decoding_in_full_mode_does_not_change_answers(kind: str) -> None:
+    """Drafted tokens are verified by forward passes that only return the last few logits."""
     ids = random_ids(4, 3)
     expected = new_model(kind).generate([], ids * 2, Sampling(max_new_tokens=10))
     model = new_model(kind)
@@ -217,7 +217,7 @@ def test_guessed_tokens_of_full_mode_do_not_change_answers(kind: str) -> None:
 
 @pytest.mark.parametrize("assembly", ASSEMBLIES)
 def test_queries_are_scaled_for_their_own_position(assembly: Literal["relay", "copy"]) -> None:
-    """From 1,024 tokens on, the model scales queries by their position."""
+    """The model scales queries by their position, starting at 1,024 tokens."""
     config = AutoConfig.for_model("ministral3")
     config.rope_parameters |= {
         "original_max_position_embeddings": 1024,
@@ -231,7 +231,7 @@ def test_queries_are_scaled_for_their_own_position(assembly: Literal["relay", "c
     found = model.next_logits(torch.tensor([final]), model.cache_for(whole, assembly=assembly))
     expected = oracle_logits(model.hf_model, [[*first, *passage], final])[-1]
     assert relative_error(found, expected) <= EXACT
-    # Tokens of a passage are scaled for their place in the passage, until they are recomputed.
+    # Tokens are scaled for their position in the passage until they are recomputed.
     context, _ = recompute(
         model, placed_context(model, [first, passage]), [False, True], final, 1.0
     )

@@ -1,4 +1,4 @@
-"""Answers of the engine: JSON and thoughts."""
+"""Answers of the engine: parsed JSON, and thoughts."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from blockattn_rag.prompts.blocks import BlockPrompt
 @pytest.mark.parametrize(
     ("text", "value"), [('{"ö": [1]}', {"ö": [1]}), (" 12", 12), ('"x"', "x"), ("null", None)]
 )
-def test_a_whole_answer_is_its_value(text: str, value: Any) -> None:
+def test_a_complete_answer_is_parsed(text: str, value: Any) -> None:
     assert complete_json(text, "stop") == value
 
 
 @pytest.mark.parametrize("text", ['{"a": 1', "", "12", "-1.5"])
-def test_an_answer_that_was_cut_is_none(text: str) -> None:
+def test_an_answer_that_was_cut_off_raises(text: str) -> None:
     with pytest.raises(
         IncompleteAnswerError, match="was cut off at its token limit; raise max_new"
     ) as caught:
@@ -35,16 +35,16 @@ def test_an_answer_that_was_cut_is_none(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", ['{"a": 1}', "true", '"12"'])
-def test_an_answer_that_was_whole_when_it_was_cut_is_taken(text: str) -> None:
+def test_a_complete_object_is_parsed_even_at_the_token_limit(text: str) -> None:
     assert complete_json(text, "length") is not None
 
 
-def test_an_answer_that_ended_too_soon_says_where() -> None:
+def test_the_error_for_incomplete_json_names_the_position() -> None:
     with pytest.raises(IncompleteAnswerError, match=r"remove stop strings.*line 1 column 5"):
         complete_json('{"a"', "stop")
 
 
-def test_an_answer_that_is_nested_too_deeply_says_so() -> None:
+def test_an_answer_that_is_nested_too_deeply_raises() -> None:
     for text in ("[" * 100_000 + "]" * 100_000, '{"a":' * 100_000):
         with pytest.raises(IncompleteAnswerError, match="nested too deeply to be read") as caught:
             complete_json(text, "stop")
@@ -62,7 +62,7 @@ def test_an_answer_that_is_nested_too_deeply_says_so() -> None:
         ({"structured_outputs": {"structural_tag": "{}"}}, False),
     ],
 )
-def test_a_grammar_tells_whether_thoughts_may_come(options: Any, expected: bool) -> None:
+def test_a_grammar_determines_whether_thoughts_are_possible(options: Any, expected: bool) -> None:
     assert has_no_thoughts(options) is expected
 
 
@@ -89,7 +89,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("text", "prompt", "said"), CASES)
-def test_pieces_are_read_as_the_whole(text: str, prompt: BlockPrompt, said: Said) -> None:
+def test_pieces_add_up_to_the_parsed_answer(text: str, prompt: BlockPrompt, said: Said) -> None:
     assert ThoughtReader(THINKS, prompt).finish(text) == said
     for size in (1, 2, 3, 5, 8):
         reader = ThoughtReader(THINKS, prompt)
@@ -98,7 +98,7 @@ def test_pieces_are_read_as_the_whole(text: str, prompt: BlockPrompt, said: Said
         assert Said("".join(p.thoughts for p in pieces), "".join(p.answer for p in pieces)) == said
 
 
-def test_thoughts_come_as_soon_as_they_are_certain() -> None:
+def test_thoughts_are_streamed_as_soon_as_they_are_certain() -> None:
     reader = ThoughtReader(THINKS, ASKED)
     pieces = ("<think>", "one", " two", "</th", "ing", "</think>", "\n\n", "Yes")
     assert [tuple(reader.push(piece)) for piece in pieces] == [
@@ -108,7 +108,7 @@ def test_thoughts_come_as_soon_as_they_are_certain() -> None:
 
 
 @pytest.mark.parametrize("prompt", [ASKED, OPENED])
-def test_a_template_that_marks_no_thoughts_has_none(prompt: BlockPrompt) -> None:
+def test_without_thought_delimiters_there_are_no_thoughts(prompt: BlockPrompt) -> None:
     text = "<think>a</think>b"
     assert ThoughtReader(PLAIN, prompt).finish(text) == Said("", text)
     assert (marks_thoughts(THINKS), marks_thoughts(PLAIN)) == (True, False)

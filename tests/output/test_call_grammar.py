@@ -1,4 +1,4 @@
-"""Grammars of calls: what they let a model write is what the parser reads, and fits the schema."""
+"""Grammars of tool calls only allow calls that the parser accepts and that follow the schema."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def fits(form: ToolFormat, text: str, *, special: bool = True, several: bool = T
 
 @pytest.mark.parametrize("special", [True, False])
 @pytest.mark.parametrize("name", FORMATS)
-def test_calls_in_the_documented_form_fit(name: str, special: bool) -> None:
+def test_calls_in_the_documented_format_are_allowed(name: str, special: bool) -> None:
     for text in WRITTEN[name]:
         assert fits(FORMATS[name], text, special=special)
         (call,) = parse_answer(text, FORMATS[name]).calls
@@ -93,27 +93,27 @@ def test_calls_in_the_documented_form_fit(name: str, special: bool) -> None:
         ('"Paris"', '"Paris", "x": 1'),
     ],
 )
-def test_arguments_that_do_not_fit_the_schema_do_not_fit(name: str, sound: str, bad: str) -> None:
+def test_arguments_that_violate_the_schema_are_not_allowed(name: str, sound: str, bad: str) -> None:
     text = WRITTEN[name][0].replace("Köln", "Paris")
     assert fits(FORMATS[name], text)
     assert not fits(FORMATS[name], text.replace(sound, bad))
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_neither_text_nor_the_end_stands_in_the_place_of_a_call(name: str) -> None:
+def test_a_required_call_cannot_be_replaced_by_text_or_the_end(name: str) -> None:
     assert not fits(FORMATS[name], "")
     assert not fits(FORMATS[name], "Well.")
     assert not fits(FORMATS[name], WRITTEN[name][0] + " Well.")
 
 
 @pytest.mark.parametrize("name", SEVERAL)
-def test_several_calls_fit_only_where_they_may_be_made(name: str) -> None:
+def test_several_calls_are_only_allowed_if_calls_may_be_parallel(name: str) -> None:
     assert fits(FORMATS[name], SEVERAL[name])
     assert len(parse_answer(SEVERAL[name], FORMATS[name]).calls) == 2
     assert not fits(FORMATS[name], SEVERAL[name], several=False)
 
 
-def test_a_tool_whose_name_needs_escapes_is_called_by_it() -> None:
+def test_tool_names_that_need_escaping_are_supported() -> None:
     tools = [{"type": "function", "function": {"name": 'say "hi"'}}]
     tokenizer = tiny_tokenizer()
     text = '{"name": "say \\"hi\\"", "parameters": {}}'

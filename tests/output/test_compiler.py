@@ -1,4 +1,4 @@
-"""Compiled grammars: what may come next, whatever order answers are looked at in."""
+"""Compiled grammars: allowed tokens, caching and concurrency."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def fits(one: Matcher, text: str) -> bool:
     return one.follow(ids(text))
 
 
-def test_tokens_that_may_come_next_are_those_of_the_grammar() -> None:
+def test_allowed_tokens_follow_the_grammar() -> None:
     one = matcher(choice=["ja", "jb"])
     assert next_of(one) == {"j"}
     assert one.follow(ids("j"))
@@ -66,7 +66,7 @@ def test_tokens_that_may_come_next_are_those_of_the_grammar() -> None:
     assert not one.is_complete()
 
 
-def test_an_end_may_come_when_the_answer_is_complete_and_only_then() -> None:
+def test_an_answer_may_only_end_when_it_is_complete() -> None:
     one = matcher(regex="ab?")
     assert not one.allowed(VOCABULARY, [END])[END]
     assert one.follow(ids("a"))
@@ -76,14 +76,14 @@ def test_an_end_may_come_when_the_answer_is_complete_and_only_then() -> None:
     assert allowed[ids("b")].all()
 
 
-def test_another_end_takes_the_place_of_the_model_s_own() -> None:
+def test_a_custom_end_token_replaces_that_of_the_model() -> None:
     one = matcher(regex="a")
     assert one.follow(ids("a"))
     other = ids("z")[0]
     assert np.flatnonzero(one.allowed(VOCABULARY, [other])).tolist() == [other]
 
 
-def test_answers_that_go_back_are_followed() -> None:
+def test_a_matcher_follows_answers_that_are_rolled_back() -> None:
     one = matcher(choice=["abc", "axy"])
     assert one.follow(ids("abc"))
     assert one.follow(ids("ax"))
@@ -101,7 +101,7 @@ def test_matchers_of_one_grammar_are_independent() -> None:
     assert (next_of(one), next_of(other)) == ({"b"}, {"a"})
 
 
-def test_the_latest_grammars_stay_compiled() -> None:
+def test_recently_used_grammars_stay_compiled() -> None:
     compiled = compiler()
     first = compiled.start(grammar(regex="a"))
     for number in range(MOST_COMPILED - 1):
@@ -111,7 +111,7 @@ def test_the_latest_grammars_stay_compiled() -> None:
     assert compiled.start(grammar(regex="a")) is not first
 
 
-def test_an_error_other_than_a_refusal_is_not_cached(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unexpected_errors_are_not_cached(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = compiler()
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(ImportError, match="Structured output needs llguidance"):
@@ -121,7 +121,7 @@ def test_an_error_other_than_a_refusal_is_not_cached(monkeypatch: pytest.MonkeyP
 
 
 def test_a_forked_process_compiles_again() -> None:
-    """Its parent's threads, which may be compiling, do not exist in it."""
+    """Threads of the parent that may be compiling do not exist in the child."""
     compiled = compiler()
     regex = grammar(regex="slow")
     compiled._compiled[os.getpid(), regex.kind, regex.text] = Future()  # never completes
@@ -174,7 +174,7 @@ def test_a_slow_grammar_does_not_delay_others(monkeypatch: pytest.MonkeyPatch) -
     assert next_of(found[1]) == {"s"}
 
 
-def test_a_choice_that_begins_another_ends_or_goes_on() -> None:
+def test_a_choice_that_is_a_prefix_of_another_may_end_or_continue() -> None:
     one = matcher(choice=["ab", "abc", 'say "ö"\n', "🏰"])
     assert one.follow(ids("ab"))
     assert one.allowed(VOCABULARY, [END])[[END, ids("c")[0]]].all()
@@ -184,24 +184,24 @@ def test_a_choice_that_begins_another_ends_or_goes_on() -> None:
 
 
 def _alternatives(number: int, begin: str) -> str:
-    """A grammar whose parser has so many items after ``begin``, a rule."""
+    """Return a grammar whose parser needs ``number`` items after the rule ``begin``."""
     cases = " | ".join(f"c{i}" for i in range(number))
     rules = "\n".join(f'c{i}: "x" "{i}"' for i in range(number))
     return f"start: {begin} case\ncase: {cases}\n{rules}"
 
 
-def test_a_grammar_that_cannot_begin_is_refused_when_it_is_compiled() -> None:
+def test_a_grammar_that_fails_at_its_start_is_refused_when_compiled() -> None:
     with pytest.raises(GrammarError, match=r"The grammar cannot be followed.* max is 10000"):
         matcher(grammar=_alternatives(10_001, '"a"'))
 
 
-def test_an_error_of_the_parser_is_no_answer_that_does_not_fit() -> None:
+def test_parser_errors_are_distinguished_from_forbidden_tokens() -> None:
     one = matcher(grammar=_alternatives(10_001, '/a+/ "b"'))
     assert not one.follow(ids("b"))
     with pytest.raises(GrammarError, match=r"cannot be followed: .* max is 10000") as raised:
         one.follow(ids("aabx"))
     assert "\n" not in str(raised.value)
-    with pytest.raises(GrammarError, match="max is 10000"):  # nor is it forgotten
+    with pytest.raises(GrammarError, match="max is 10000"):  # the error persists
         one.follow(ids("aabx1"))
 
 
@@ -222,7 +222,7 @@ def test_every_kind_is_compiled(outputs: dict[str, Any], text: str) -> None:
     assert not fits(one, "?")
 
 
-def test_a_structural_tag_leaves_text_free_and_holds_what_it_opens() -> None:
+def test_structural_tags_only_constrain_tagged_text() -> None:
     one = matcher(structural_tag=TAGS)
     assert fits(one, "Any < text {]")
     assert fits(one, 'I look: <find>{"a": 3}</find> and more, <find>{"a": 4}</find>.')
@@ -259,11 +259,11 @@ def _deep(levels: int) -> dict[str, Any]:
         ({"grammar": "start: nothing"}, "The grammar cannot be compiled.*nothing"),
     ],
 )
-def test_what_cannot_be_compiled_is_refused_by_its_name(outputs: Any, said: str) -> None:
+def test_the_error_for_an_invalid_grammar_names_its_kind(outputs: Any, said: str) -> None:
     with pytest.raises(GrammarError, match=said):
         matcher(**outputs)
 
 
-def test_a_tokenizer_of_another_kind_is_refused() -> None:
+def test_unsupported_tokenizers_are_refused() -> None:
     with pytest.raises(UnsupportedModelError, match="The tokenizer of tiny is a SimpleNamespace"):
         compiler(SimpleNamespace()).matcher(grammar(regex="a"))

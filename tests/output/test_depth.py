@@ -1,4 +1,4 @@
-"""Grammars that are too deep for llguidance, whose stack overflow would end the process."""
+"""Grammars too deep for llguidance are refused: its stack overflow would end the process."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def link(target: str, form: str = "property") -> dict[str, Any]:
 
 
 def chain(length: int, form: str = "property") -> dict[str, Any]:
-    """A schema whose definitions refer to each other, one after the other."""
+    """Return a schema with a chain of ``length`` references between definitions."""
     parts = {f"d{i}": link(f"#/$defs/d{i + 1}", form) for i in range(length)}
     return {"$defs": {**parts, f"d{length}": {"type": "object"}}, "$ref": "#/$defs/d0"}
 
@@ -45,7 +45,7 @@ def nested(levels: int) -> dict[str, Any]:
 
 
 def by_pointers(length: int) -> dict[str, Any]:
-    """A chain of references into properties."""
+    """Return a schema with a chain of ``length`` references between properties."""
     parts = {f"p{i}": link(f"#/properties/p{i + 1}") for i in range(length)}
     return {"properties": {**parts, f"p{length}": {}}, "required": ["p0"]}
 
@@ -111,7 +111,7 @@ def test_wide_and_recursive_schemas_are_not_deep() -> None:
     check_schema({"properties": {"$ref": {"type": "string"}}, "enum": [{"$ref": 3}]})
 
 
-def test_a_cycle_counts_each_of_its_parts_once() -> None:
+def test_each_part_of_a_cycle_counts_once() -> None:
     def ring(length: int) -> dict[str, Any]:
         parts = {f"d{i}": link(f"#/$defs/d{(i + 1) % length}") for i in range(length)}
         return {"$defs": parts, "$ref": "#/$defs/d0"}

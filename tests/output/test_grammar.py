@@ -1,4 +1,4 @@
-"""What a call may ask for, and what is refused before anything is compiled."""
+"""Parsing of structured output options, and validation before compilation."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def asked(response_format: Any = None, structured_outputs: Any = None) -> Gramma
     return found
 
 
-def test_a_schema_is_taken_as_openai_and_as_vllm_write_it() -> None:
+def test_schemas_are_accepted_in_the_formats_of_openai_and_vllm() -> None:
     given = {"type": "json_schema", "json_schema": {"name": "T", "schema": SCHEMA, "strict": True}}
     by_format = asked(given)
     by_outputs = asked(None, {"json": SCHEMA})
@@ -34,14 +34,14 @@ def test_a_schema_is_taken_as_openai_and_as_vllm_write_it() -> None:
     assert asked(None, {"json": json.dumps(SCHEMA)}).text == by_outputs.text
 
 
-def test_a_schema_is_called_by_its_name_or_its_title() -> None:
+def test_the_name_of_a_schema_defaults_to_its_title() -> None:
     named = {"name": "T", "schema": SCHEMA}
     assert str(asked({"type": "json_schema", "json_schema": named})) == "the JSON schema 'T'"
     assert str(asked(None, {"json": SCHEMA})) == "the JSON schema 'Tower'"
     assert str(asked(None, {"json": {}})) == "the JSON schema"
 
 
-def test_a_pydantic_class_is_its_schema() -> None:
+def test_pydantic_classes_are_accepted() -> None:
     found = asked(Tower)
     assert json.loads(found.text) == Tower.model_json_schema()
     assert str(found) == "the JSON schema 'Tower'"
@@ -57,7 +57,7 @@ def test_a_pydantic_class_is_its_schema() -> None:
         ({"json": None, "regex": "a", "json_object": False}, "a"),
     ],
 )
-def test_other_kinds_are_taken_in_vllms_words(outputs: dict[str, Any], text: str) -> None:
+def test_other_kinds_have_the_names_of_vllm(outputs: dict[str, Any], text: str) -> None:
     found = asked(None, outputs)
     assert found.text == text
     assert found.kind in outputs
@@ -70,12 +70,12 @@ def test_structural_tags_are_a_mapping_or_text() -> None:
     assert asked(None, {"structural_tag": text}).text == text
 
 
-def test_text_and_nothing_ask_for_no_grammar() -> None:
+def test_the_text_format_and_empty_options_need_no_grammar() -> None:
     assert parse_grammar({"type": "text"}, None) is None
     assert parse_grammar(None, None) is None
 
 
-def test_grammars_are_known_by_what_they_say_and_go_to_other_processes() -> None:
+def test_grammars_are_compared_by_content_and_can_be_pickled() -> None:
     one, other = asked(Tower), asked(Tower)
     assert one == other
     assert hash(one) == hash(other)
@@ -127,6 +127,6 @@ def test_a_grammar_that_is_too_large_is_refused_with_the_limit() -> None:
         (None, {"grammar": ""}, "grammar must be a non-empty string; found ''"),
     ],
 )
-def test_other_forms_are_refused(response_format: Any, outputs: Any, message: str) -> None:
+def test_other_formats_are_refused(response_format: Any, outputs: Any, message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
         parse_grammar(response_format, outputs)

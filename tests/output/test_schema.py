@@ -1,4 +1,4 @@
-"""Schemas as they are compiled: closed where that changes no meaning."""
+"""Preparation of schemas for compilation."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CLOSED = {**OBJECT, "additionalProperties": False}
         ({"anyOf": [OBJECT, {"type": "null"}]}, {"anyOf": [CLOSED, {"type": "null"}]}),
     ],
 )
-def test_objects_are_closed(given: Any, expected: Any) -> None:
+def test_objects_refuse_additional_properties(given: Any, expected: Any) -> None:
     before = copy.deepcopy(given)
     assert prepared(given) == expected
     assert given == before
@@ -57,7 +57,7 @@ def test_unknown_formats_are_removed() -> None:
     assert prepared({"format": ["date"]}) == {}
 
 
-def test_a_property_may_have_the_name_of_a_keyword() -> None:
+def test_properties_may_be_named_like_keywords() -> None:
     given = {"properties": {"properties": {"type": "string"}, "format": {"type": "string"}}}
     assert prepared(given) == {**given, "additionalProperties": False}
 

@@ -1,4 +1,4 @@
-"""Answers as text and calls: whole and streamed, well-formed or not, made or quoted."""
+"""Parsing of answers into text and tool calls: complete or streamed, valid or malformed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def plain(answer: ReadAnswer) -> Read:
 
 
 def streamed(parser: CallParser, text: str, chunks: list[tuple[str, list[int]]]) -> Read:
-    """A streamed answer. Text that is shown early begins the text of the finished answer."""
+    """Read a streamed answer, and check that text emitted early is a prefix of the final text."""
     thoughts = ThoughtReader(SimpleNamespace(chat_template=""), BlockPrompt((), "?"))
     reader = AnswerReader(thoughts, parser)
     shown = "".join(reader.push(*chunk).answer for chunk in chunks)
@@ -39,7 +39,7 @@ def streamed(parser: CallParser, text: str, chunks: list[tuple[str, list[int]]])
 
 
 def read(form: str, answer: str, **options: Any) -> Read:
-    """The answer as text, calls and malformed calls; the same if it is streamed."""
+    """Return text, calls and malformed calls, after checking that streams give the same result."""
     parser = CallParser(FORMATS[form], ["look_up"], **options)
     whole = plain(parser.parse(answer))
     draw = random.Random(len(answer))
@@ -59,7 +59,7 @@ WELL_FORMED = {
         '<tool_call>\n{"name": "look_up", "arguments": {"q": "a"}}\n</tool_call>',
         '<tool_call>{"arguments":{"q":"a"},"name":"look_up","id":"x"}</tool_call>\n',
         '<tool_call>\n[{"name": "look_up", "arguments": {"q": "a"}}]\n</tool_call>',
-        '<tool_call>\n{"name": "look_up", "arguments": {"q": "a"}}',  # a stop string ended it
+        '<tool_call>\n{"name": "look_up", "arguments": {"q": "a"}}',  # ended by a stop string
     ],
     "llama3": [
         '{"name": "look_up", "parameters": {"q": "a"}}',
@@ -83,7 +83,7 @@ WELL_FORMED = {
 @pytest.mark.parametrize(
     ("form", "answer"), [(form, answer) for form in WELL_FORMED for answer in WELL_FORMED[form]]
 )
-def test_a_call_is_read_in_each_form(form: str, answer: str) -> None:
+def test_a_call_is_parsed_in_each_format(form: str, answer: str) -> None:
     assert read(form, answer) == ("", [CALL], [])
 
 
@@ -112,12 +112,12 @@ def test_a_call_is_read_in_each_form(form: str, answer: str) -> None:
         ),
     ],
 )
-def test_parallel_calls_are_read_in_their_order(form: str, answer: str) -> None:
+def test_parallel_calls_are_parsed_in_order(form: str, answer: str) -> None:
     assert read(form, answer) == ("", [CALL, ("other", {})], [])
 
 
 @pytest.mark.parametrize("form", ["hermes", "granite", "mistral"])
-def test_calls_are_read_back_as_they_are_written(form: str) -> None:
+def test_written_calls_are_parsed_back_unchanged(form: str) -> None:
     calls = [ToolCall("look_up", {"q": 'ü "x"'}), ToolCall("other", {})]
     spans = FORMATS[form].written(calls)
     assert read(form, text_of(spans))[1] == [(call.name, call.arguments) for call in calls]
@@ -137,7 +137,7 @@ def test_ids_that_a_model_writes_are_kept_if_they_are_unique() -> None:
     assert made.isalnum()
 
 
-def test_an_object_is_a_call_without_a_mark_at_the_start_only() -> None:
+def test_an_object_without_a_delimiter_is_only_a_call_at_the_start() -> None:
     call = WELL_FORMED["llama3"][0]
     assert read("llama3", f"{call} Then?") == ("Then?", [CALL], [])
     assert read("llama3", f"It is {call}") == (f"It is {call}", [], [])
@@ -145,7 +145,7 @@ def test_an_object_is_a_call_without_a_mark_at_the_start_only() -> None:
 
 
 @pytest.mark.parametrize("answer", [' {"answer": 3} is it', "[1]", '{"name": "Bob"', "{", " x{"])
-def test_an_answer_that_happens_to_be_an_object_is_text(answer: str) -> None:
+def test_an_answer_that_is_an_ordinary_object_is_text(answer: str) -> None:
     assert read("llama3", answer) == (answer, [], [])
 
 
@@ -207,7 +207,7 @@ MALFORMED = [
 
 
 @pytest.mark.parametrize(("form", "answer", "name", "error"), MALFORMED)
-def test_reports_malformed_calls(form: str, answer: str, name: str | None, error: str) -> None:
+def test_malformed_calls_are_reported(form: str, answer: str, name: str | None, error: str) -> None:
     read(form, answer[:500])
     found = parse_answer(answer, FORMATS[form], ["look_up"])
     assert not found.text
@@ -219,7 +219,7 @@ def test_reports_malformed_calls(form: str, answer: str, name: str | None, error
     assert call.text == bare
 
 
-def test_a_malformed_call_takes_no_other_call_with_it() -> None:
+def test_a_malformed_call_does_not_affect_other_calls() -> None:
     good = '<tool_call>\n{"name": "look_up", "arguments": {"q": "a"}}\n</tool_call>'
     for q in ('"a', '"a\nb"', '"a" b'):
         bad = f'{{"name": "look_up", "arguments": {{"q": {q}}}}}'
@@ -236,7 +236,7 @@ def test_a_malformed_call_takes_no_other_call_with_it() -> None:
 
 @pytest.mark.parametrize("q", ["</tool_call>", '\\"}]', "}{;", "<|python_tag|>", "[ARGS]", "\\n"])
 @pytest.mark.parametrize("form", FORMATS)
-def test_marks_and_brackets_in_arguments_belong_to_them(form: str, q: str) -> None:
+def test_delimiters_and_brackets_in_arguments_are_text(form: str, q: str) -> None:
     answer = WELL_FORMED[form][0].replace('"a"', f'"{q}"')
     _, ((_, arguments),), invalid = read(form, answer)
     assert not invalid
@@ -250,7 +250,7 @@ def test_an_answer_ends_at_a_call_that_repeats_the_previous_one() -> None:
     tagged, other = (f"<tool_call>{call}</tool_call>" for call in (ADD, NUMBER))
     made = [("add", {"a": 1})]
     assert read("hermes", f"So: {tagged}\n{tagged} x {other}") == ("So:", made, [])
-    assert read("hermes", f"{tagged}{tagged[:30]}")[1] == made  # cut, but not the same
+    assert read("hermes", f"{tagged}{tagged[:30]}")[1] == made  # cut off, and so not equal
     assert read("hermes", f"{tagged} and {tagged}") == ("and", made * 2, [])
     assert len(read("hermes", tagged + other)[1]) == 2  # 1 and true differ
     bad = '<tool_call>{"name": "add"}</tool_call>'
@@ -258,14 +258,14 @@ def test_an_answer_ends_at_a_call_that_repeats_the_previous_one() -> None:
 
 
 @pytest.mark.parametrize("form", ["mistral", "granite"])
-def test_a_list_ends_at_a_repeated_call_even_if_it_is_cut(form: str) -> None:
+def test_a_list_ends_at_a_repeated_call_even_if_it_is_cut_off(form: str) -> None:
     answer = f"{FORMATS[form].opening}[{ADD}, {NUMBER}, {NUMBER}, {NUMBER[:20]}"
     assert read(form, answer) == ("", [("add", {"a": 1}), ("add", {"a": True})], [])
     cut = f"{FORMATS[form].opening}[{ADD}, {NUMBER[:20]}"
     assert not read(form, cut)[1]
 
 
-def test_only_the_first_valid_call_counts_if_one_is_allowed() -> None:
+def test_only_the_first_valid_call_is_used_if_one_is_allowed() -> None:
     bad, tagged = '<tool_call>{"name": "add"}</tool_call>', f"<tool_call>{ADD}</tool_call>"
     answer = f"So: {bad} {tagged} and {tagged.replace('1', '2')} done"
     expected = "So:", [("add", {"a": 1})], [("add", '{"name": "add"}')]
@@ -273,7 +273,7 @@ def test_only_the_first_valid_call_counts_if_one_is_allowed() -> None:
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_an_answer_that_begins_with_text_is_all_text_if_a_grammar_decides(form: str) -> None:
+def test_with_a_grammar_an_answer_that_begins_with_text_is_all_text(form: str) -> None:
     call = WELL_FORMED[form][0]
     for answer in (f"Well. {call}", "  \n", "Well.", FORMATS[form].opening[:-1]):
         assert read(form, answer, only_first=True) == (answer, [], [])
@@ -295,24 +295,24 @@ ANY_FORM = ['"', '"}}', "{", "}", "[", "\\", "\n", " ", "a", "é", "[TOOL", "<"]
 
 @pytest.mark.parametrize("form", FORMATS)
 @given(data=st.data())
-def test_any_answer_is_read_the_same_in_a_stream(form: str, data: st.DataObject) -> None:
+def test_streaming_gives_the_same_result_for_any_answer(form: str, data: st.DataObject) -> None:
     pieces = data.draw(st.lists(st.sampled_from(PIECES[form] + ANY_FORM), max_size=12))
     only_first, parallel = data.draw(st.tuples(st.booleans(), st.booleans()))
     read(form, "".join(pieces), only_first=only_first, parallel=parallel)
 
 
 Pieces = list[tuple[str, bool]]
-"""Texts, and whether each is a token of its own."""
+"""Texts, and whether each is a single token."""
 
 
 def as_tokens(form: str, answer: str) -> Pieces:
-    """An answer cut at its marks, which are tokens."""
+    """Split an answer at its delimiters, which are tokens."""
     marks = "|".join(map(re.escape, FORMATS[form].marks))
     return [(text, text in FORMATS[form].marks) for text in re.split(f"({marks})", answer) if text]
 
 
 def read_tokens(form: str, pieces: Pieces, *, special: bool) -> Read:
-    """``read`` where the marks are tokens."""
+    """Like ``read``, for delimiters that are tokens."""
     tokenizer = marked_tokenizer(FORMATS[form].marks, special=special)
     ids: list[int] = []
     for text, is_token in pieces:
@@ -338,7 +338,7 @@ def read_tokens(form: str, pieces: Pieces, *, special: bool) -> Read:
 @pytest.mark.parametrize(
     ("form", "answer"), [(form, answer) for form in WELL_FORMED for answer in WELL_FORMED[form]]
 )
-def test_only_tokens_are_marks(form: str, answer: str, special: bool) -> None:
+def test_only_special_tokens_are_delimiters(form: str, answer: str, special: bool) -> None:
     made = as_tokens(form, answer)
     assert read_tokens(form, made, special=special) == ("", [CALL], [])
     if FORMATS[form].opening in answer:
@@ -346,14 +346,14 @@ def test_only_tokens_are_marks(form: str, answer: str, special: bool) -> None:
         quoted = f"É says {answer}."
         pieces = [(quoted, False), *made, (f"\n{quoted}", False)]
         if FORMATS[form].closing and FORMATS[form].closing not in answer:
-            return  # the call goes on
+            return  # the call is not closed
         assert read_tokens(form, pieces, special=special) == (quoted * 2, [CALL], [])
 
 
 @pytest.mark.parametrize("special", [True, False])
 @pytest.mark.parametrize("form", FORMATS)
 @given(data=st.data())
-def test_any_tokens_are_read_the_same_in_a_stream(
+def test_streaming_gives_the_same_result_for_any_tokens(
     form: str, special: bool, data: st.DataObject
 ) -> None:
     texts = data.draw(st.lists(st.sampled_from(PIECES[form] + ANY_FORM), max_size=12))
@@ -364,7 +364,7 @@ def test_any_tokens_are_read_the_same_in_a_stream(
         assert (text, calls, invalid) == ("".join(texts), [], [])
 
 
-def test_a_stop_string_removes_the_marks_after_it() -> None:
+def test_delimiters_after_a_stop_string_are_removed() -> None:
     tokenizer = marked_tokenizer(FORMATS["hermes"].marks, special=False)
     mark = tokenizer.convert_tokens_to_ids("<tool_call>")
     ids = [*BASE("So ", add_special_tokens=False)["input_ids"], mark]
@@ -392,10 +392,10 @@ LONG = "a" * 200_000
 def test_long_answers_are_parsed_quickly(form: str, answer: str) -> None:
     began = time.process_time()
     parse_answer(answer, FORMATS[form], ["look_up"])
-    assert time.process_time() - began < 5  # 0.1 s on a quiet core
+    assert time.process_time() - began < 5  # takes 0.1 s on an idle core
 
 
-def test_text_before_a_call_is_shown_at_once() -> None:
+def test_text_before_a_call_is_streamed_immediately() -> None:
     thoughts = ThoughtReader(SimpleNamespace(chat_template=""), BlockPrompt((), "?"))
     reader = AnswerReader(thoughts, CallParser(FORMATS["hermes"]))
     pieces = ["I look", " up.\n<to", "ols> <tool", '_call>\n{"name": "f", "argum', 'ents": {}}']

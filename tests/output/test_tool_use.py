@@ -1,4 +1,4 @@
-"""The tools of one call: choices, definitions, and grammars."""
+"""Tools of a request: choices, definitions and grammars."""
 
 from __future__ import annotations
 
@@ -36,30 +36,30 @@ def use(*names: str, template: str | None = QWEN25, **options: Any) -> ToolUse |
         ({"function": {"name": "any"}}, "any"),
     ],
 )
-def test_a_choice_is_a_word_or_a_tool_s_name(choice: Any, expected: str) -> None:
+def test_a_tool_choice_is_a_keyword_or_the_name_of_a_tool(choice: Any, expected: str) -> None:
     assert choice_of(choice, [tool("add"), tool("any")]) == expected
 
 
 @pytest.mark.parametrize("choice", [{"function": "add"}, {"function": {"name": None}}, {}, 1, "x"])
-def test_another_choice_is_refused(choice: Any) -> None:
+def test_invalid_tool_choices_are_refused(choice: Any) -> None:
     with pytest.raises(ValueError, match=r"the name of a tool \(add\); found"):
         choice_of(choice, [tool("add")])
 
 
-def test_two_tools_may_have_one_name() -> None:
-    # LangChain's standard tests bind several; a call of it may be of either.
+def test_two_tools_may_have_the_same_name() -> None:
+    # LangChain's standard tests bind several tools with one name. A call may mean any of them.
     held = use("add", "add", tool_choice="add")
     assert held is not None
     assert "call_1" in held.engine_options(tiny_tokenizer(), {})["structured_outputs"]["grammar"]
 
 
 @pytest.mark.parametrize("definition", [{}, "add", {"function": {}}, {"name": "add"}])
-def test_what_defines_no_tool_is_refused(definition: Any) -> None:
+def test_invalid_tool_definitions_are_refused(definition: Any) -> None:
     with pytest.raises(TypeError, match=r"A tool's definition must be \{'type': 'function'.*found"):
         ToolUse.of_call({"tools": [definition]}, tiny_tokenizer, "small")
 
 
-def test_a_required_call_needs_no_template_that_knows_tools() -> None:
+def test_a_required_call_works_without_tool_support_in_the_template() -> None:
     template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     held = use("add", template=template, tool_choice="any")
     assert held is not None
@@ -88,12 +88,12 @@ def test_a_grammar_that_forbids_required_or_constrained_calls_is_refused(options
         held.engine_options(tiny_tokenizer(), {"structured_outputs": {"regex": "a"}})
 
 
-def test_an_unknown_way_of_calls_is_refused() -> None:
+def test_unknown_tool_call_modes_are_refused() -> None:
     with pytest.raises(ValueError, match="tool_calls must be 'free' or 'constrained'; found 'all'"):
         use("add", tool_calls="all")
 
 
-def test_results_go_before_the_question_where_the_template_would_drop_them() -> None:
+def test_results_precede_the_question_if_the_template_drops_them() -> None:
     template = "{# tool #}{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
     turns = [{"role": "user", "content": "1 + 2?"}, {"role": "tool", "content": "3"}]
     text = text_of(prompt_spans(_tokenizer(template), turns, None))

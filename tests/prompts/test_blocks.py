@@ -1,4 +1,4 @@
-"""Blocks and prompts: what they are made of, what tells them apart, what is refused."""
+"""Blocks and prompts: construction, comparison and validation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from blockattn_rag.prompts.blocks import Block, BlockPrompt, BlockTemplate, Span
 TEMPLATE = BlockTemplate("- ", "\n")
 
 
-def test_a_block_is_as_private_as_the_most_private_of_its_spans() -> None:
+def test_a_block_is_as_private_as_its_most_private_span() -> None:
     template, system = Span("<|system|>", "template"), Span("Be brief.", "system")
     assert Block.of([template, system, template]).origin == "system"
     assert Block.of([template, system, Span("Hi", "conversation")]).origin == "conversation"
@@ -21,7 +21,7 @@ def test_a_block_is_as_private_as_the_most_private_of_its_spans() -> None:
     assert not Block.of([system]).is_passage
 
 
-def test_a_prompt_from_spans_makes_a_block_of_every_passage() -> None:
+def test_every_passage_in_spans_becomes_a_block() -> None:
     prompt = BlockPrompt.from_spans(
         [
             Span("<|user|>", "template"),
@@ -48,7 +48,7 @@ def test_a_prompt_from_spans_makes_a_block_of_every_passage() -> None:
     assert prompt.final_spans == (Span("What?", "conversation"), Span("<|end|>", "template"))
 
 
-def test_a_prompt_from_texts_takes_the_last_as_final_and_leaves_out_empty_ones() -> None:
+def test_from_texts_uses_the_last_text_as_final_and_drops_empty_ones() -> None:
     prompt = BlockPrompt.from_texts(["one", "", Block("two", TEMPLATE), "Q"])
     assert prompt == BlockPrompt((Block("one"), Block("two", TEMPLATE)), "Q")
     assert prompt.text == "one- two\nQ"

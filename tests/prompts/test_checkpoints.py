@@ -1,4 +1,4 @@
-"""Known checkpoints: the exact text of their formats, how they are known, and what they need."""
+"""Known checkpoints: exact prompt formats, detection and requirements."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ INSTRUCTION = (
 
 
 def rendered(model: str) -> list[str]:
-    """The prompt's blocks as the model sees them, the final one last."""
-    # The tokenizer has a chat template of its own, which these formats leave alone.
+    """Return the rendered blocks of the prompt, the final one last."""
+    # These formats do not use the chat template of the tokenizer.
     prompt = own_format(model).prompt("How tall?", PASSAGES, tiny_tokenizer())
     return [*(block.rendered for block in prompt.context), prompt.final]
 
@@ -51,7 +51,7 @@ def named(name: str) -> BlockModel:
     return BlockModel(shared_tiny_llama(), tiny_tokenizer(), name=name, pack_weights=False)
 
 
-def test_tulu3_block_ft_is_asked_as_its_training_data_are_written() -> None:
+def test_tulu3_block_ft_prompts_match_its_training_data() -> None:
     assert rendered(TULU) == [
         f"<|user|>\n{PREAMBLE}",
         "- Title: Halden\n214 metres.\n",
@@ -71,7 +71,7 @@ def test_llama_block_ft_has_passages_in_the_system_turn(model: str) -> None:
     ]
 
 
-def test_control_tokens_are_parsed_in_a_frame_and_nowhere_else() -> None:
+def test_control_tokens_are_only_parsed_in_the_template() -> None:
     tokenizer = tiny_tokenizer(bos=False)
     passages = [Passage("<|user|>", "<|assistant|>")]
     prompt = FORMATS["tulu3-block"].prompt("<|assistant|>", passages, tokenizer)
@@ -79,7 +79,8 @@ def test_control_tokens_are_parsed_in_a_frame_and_nowhere_else() -> None:
     user = tokenizer.convert_tokens_to_ids("<|user|>")
     assistant = tokenizer.convert_tokens_to_ids("<|assistant|>")
     assert [i for i, one in enumerate(ids.flat) if one == user] == [0]
-    assert [i for i, one in enumerate(ids.flat[::-1]) if one == assistant] == [1]  # before "\n"
+    # Only "\n" follows the assistant token.
+    assert [i for i, one in enumerate(ids.flat[::-1]) if one == assistant] == [1]
 
 
 @pytest.mark.parametrize(
@@ -91,7 +92,7 @@ def test_control_tokens_are_parsed_in_a_frame_and_nowhere_else() -> None:
         "/cache/hub/models--ldsjmdy--Tulu3-Block-FT/snapshots/0a1b2c",
     ],
 )
-def test_a_checkpoint_is_known_by_its_id_and_by_a_copy_of_it(name: str) -> None:
+def test_checkpoints_and_their_copies_are_recognized(name: str) -> None:
     assert known_checkpoint(name) is CHECKPOINTS[TULU]
 
 
@@ -109,19 +110,19 @@ def test_a_checkpoint_is_known_by_its_id_and_by_a_copy_of_it(name: str) -> None:
         "/cache/models--ldsjmdy--Tulu3-Block-FT/other/0a1b2c",
     ],
 )
-def test_a_model_of_another_name_is_not_known(name: str) -> None:
+def test_models_with_other_names_are_not_recognized(name: str) -> None:
     assert known_checkpoint(name) is None
     assert format_for("auto", name) is FORMATS["chat"]
 
 
-def test_unconfirmed_format_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_format_that_was_not_confirmed_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     assert format_for("auto", "hxia7/Llama-3.1-8B-Block-FT") is FORMATS["llama3-block"]
     assert format_for("auto", QWEN) is FORMATS["chat"]
     assert "(unconfirmed); see its card" in caplog.messages[0]
     assert "trained on is unknown; see its card" in caplog.messages[1]
 
 
-def test_given_format_needs_no_message(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_explicit_format_is_not_reported(caplog: pytest.LogCaptureFixture) -> None:
     assert format_for("turborag", TULU) is FORMATS["turborag"]
     assert format_for(FORMATS["chat"], TULU) is FORMATS["chat"]
     assert not caplog.messages
@@ -129,19 +130,19 @@ def test_given_format_needs_no_message(caplog: pytest.LogCaptureFixture) -> None
         format_for("x", TULU)
 
 
-def test_fine_tuning_notes_the_format_that_auto_stands_for() -> None:
+def test_fine_tuning_records_the_format_that_auto_resolves_to() -> None:
     tuned = FinetuneConfig(LLAMA, "out", ["data.jsonl"])
     assert tuned.prompt_format == "llama3-block" == tuned.decisive()["prompt_format"]
     assert FinetuneConfig("bundled", "out", ["data.jsonl"]).prompt_format == "chat"
 
 
-def test_a_known_checkpoint_is_block_tuned_and_a_control_is_not() -> None:
+def test_known_checkpoints_are_block_tuned_and_control_models_are_not() -> None:
     assert named(TULU).is_block_tuned
     assert not named("ldsjmdy/Tulu3-RAG").is_block_tuned
     assert not named("elsewhere/Tulu3-Block-FT").is_block_tuned
 
 
-def test_a_fine_tune_of_a_checkpoint_is_not_the_checkpoint() -> None:
+def test_fine_tuned_versions_of_a_checkpoint_are_not_recognized() -> None:
     peft = pytest.importorskip("peft")
     assert named(TULU).checkpoint is CHECKPOINTS[TULU]
     lora = peft.LoraConfig(r=2, target_modules=["k_proj"])
@@ -160,7 +161,7 @@ def test_bos_follows_the_checkpoint(model: str, bos: bool, tmp_path: Path) -> No
     assert bool(BlockTokenizer(load_tokenizer(folder)).prefix_ids) == bos
 
 
-def test_reports_settings_other_than_in_training(caplog: pytest.LogCaptureFixture) -> None:
+def test_settings_that_differ_from_training_are_reported(caplog: pytest.LogCaptureFixture) -> None:
     prompt = BlockPrompt.from_texts(["One.", "Two."])
     model = BlockModel(copy.deepcopy(shared_tiny_llama()), tiny_tokenizer(), name=LLAMA)
     BlockAttentionEngine(model).generate(prompt, max_new_tokens=1)

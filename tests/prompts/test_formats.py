@@ -1,4 +1,4 @@
-"""Prompt formats: the exact text of each, and chat templates with their quirks."""
+"""Prompt formats: the exact text of each, and unusual chat templates."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.models import tiny_tokenizer
 
 CHAT, PLAIN = tiny_tokenizer(), tiny_tokenizer(chat=False)
 PASSAGES = [Passage("Halden", "214 metres."), Passage("", " It has {braces}. ")]
-# As of Mistral and Gemma: no system role, said by raising.
+# Like Mistral and Gemma: raises an error for system messages.
 RAISES = (
     "{% for m in messages %}"
     "{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
@@ -31,7 +31,7 @@ def with_template(template: str) -> Any:
     return tokenizer
 
 
-def test_the_block_attention_format_is_the_papers() -> None:
+def test_the_block_attention_format_matches_the_paper() -> None:
     prompt = FORMATS["block-attention"].prompt("How {tall}?", PASSAGES, PLAIN)
     system = (
         "You are an intelligent AI assistant. Please answer questions based on the user's "
@@ -50,7 +50,7 @@ def test_the_block_attention_format_is_the_papers() -> None:
     )
 
 
-def test_the_turborag_format_is_the_papers() -> None:
+def test_the_turborag_format_matches_the_paper() -> None:
     prompt = FORMATS["turborag"].prompt("How tall?", PASSAGES, PLAIN)
     assert prompt.context[0].text.startswith("You are an accurate and reliable AI assistant")
     assert prompt.context[0].text.endswith("information in documents.'.\n\nDocs:")
@@ -78,7 +78,7 @@ def test_the_chat_format_uses_the_models_chat_template() -> None:
     )
 
 
-def test_the_chat_format_equals_the_text_of_llama_index() -> None:
+def test_the_chat_format_equals_that_of_llama_index() -> None:
     prompts = pytest.importorskip("llama_index.core.prompts.chat_prompts")
     messages = prompts.CHAT_TEXT_QA_PROMPT.format_messages(context_str="CTX", query_str="QUERY")
     chat = FORMATS["chat"]
@@ -87,25 +87,25 @@ def test_the_chat_format_equals_the_text_of_llama_index() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(FORMATS))
-def test_a_format_without_passages_is_final_text_only(name: str) -> None:
+def test_without_passages_a_format_only_has_final_text(name: str) -> None:
     prompt = FORMATS[name].prompt("How tall?", [], CHAT)
     assert not prompt.context
     assert "How tall?" in prompt.final
 
 
-def test_a_format_is_found_by_name_and_an_unknown_one_is_refused() -> None:
+def test_formats_are_found_by_name_and_unknown_names_are_refused() -> None:
     assert prompt_format("chat") is FORMATS["chat"] is prompt_format(FORMATS["chat"])
     with pytest.raises(ValueError, match="Unknown prompt format 'x': expected one of chat"):
         prompt_format("x")
 
 
 @pytest.mark.parametrize("template", [RAISES, DROPS])
-def test_system_message_goes_to_the_user_without_a_role(template: str) -> None:
+def test_without_a_system_role_the_text_goes_to_the_user_message(template: str) -> None:
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
     assert render_chat(with_template(template), messages) == "<user>Be brief.\n\nHi"
 
 
-def test_a_template_that_refuses_anything_else_raises_its_own_error() -> None:
+def test_other_template_errors_are_raised_unchanged() -> None:
     refuses = with_template("{{ raise_exception('never') }}")
     with pytest.raises(Exception, match="never"):
         render_chat(refuses, [{"role": "user", "content": "Hi"}])
@@ -126,7 +126,7 @@ def test_messages_that_carry_tool_calls_are_not_merged() -> None:
     assert rendered == "<assistant:[1]>a<assistant:[2]>a"
 
 
-def test_a_follow_up_starts_where_the_answer_ended() -> None:
+def test_a_follow_up_prompt_continues_after_the_answer() -> None:
     assert follow_up("And now?", CHAT) == (
         Span("<|end|>\n<|user|>\n", "template"),
         Span("And now?", "conversation"),
@@ -137,7 +137,7 @@ def test_a_follow_up_starts_where_the_answer_ended() -> None:
     )
 
 
-def test_an_answer_ends_with_the_end_of_turn() -> None:
+def test_a_training_answer_ends_with_the_end_of_turn() -> None:
     assert answer_end(CHAT) == "<|end|>"
     assert answer_end(PLAIN) == "<|end|>"
     assert answer_end(with_template("{% for m in messages %}{{ m.content }}{% endfor %}")) == (

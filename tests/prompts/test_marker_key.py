@@ -1,4 +1,4 @@
-"""The key of markers: one for each installation, made once, and never one that could be guessed."""
+"""The marker key: generated once per installation, and never guessable."""
 
 from __future__ import annotations
 
@@ -30,25 +30,25 @@ def test_processes_of_one_user_share_a_marker_key(tmp_path: Path) -> None:
     assert file.stat().st_mode & 0o777 == 0o600
 
 
-def test_the_environment_gives_machines_one_key(tmp_path: Path) -> None:
+def test_machines_share_a_key_from_the_environment(tmp_path: Path) -> None:
     given = {marker_key.KEY_VARIABLE: "shared by all machines"}
     assert run(tmp_path / "one", **given) == run(tmp_path / "two", **given)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_key_that_could_be_guessed_is_refused(tmp_path: Path) -> None:
+def test_a_guessable_key_is_refused(tmp_path: Path) -> None:
     with pytest.raises(subprocess.CalledProcessError) as raised:
         run(tmp_path, **{marker_key.KEY_VARIABLE: "short"})
     assert "has 5 characters, expected at least 16" in raised.value.stderr
 
 
-def test_threads_that_come_at_once_make_one_key(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_concurrent_threads_generate_one_key(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
     both = threading.Barrier(2)
 
     def slow_key(size: int) -> bytes:
         made.append(size)
-        time.sleep(0)  # let the other thread in, if it may
+        time.sleep(0)  # lets the other thread run unless it is locked out
         return bytes(size)
 
     def ask() -> None:
@@ -67,7 +67,7 @@ def test_threads_that_come_at_once_make_one_key(monkeypatch: pytest.MonkeyPatch)
     assert made == [32]
 
 
-def test_a_key_cut_short_is_made_anew(tmp_path: Path) -> None:
+def test_a_truncated_key_is_regenerated(tmp_path: Path) -> None:
     (tmp_path / "marker.key").write_bytes(b"short")
     assert run(tmp_path) == run(tmp_path)
     assert len((tmp_path / "marker.key").read_bytes()) == 32

@@ -1,4 +1,4 @@
-"""Markers in a prompt, their parser, and pieces of cut passages."""
+"""Markers in prompts: parser, forged markers, and fragments of cut passages."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TEMPLATE = BlockTemplate("- ", "\n")
 REAL = wrap("real")
 OPENING, CLOSING = REAL.split("real")
 
-# Any character, lone surrogates and NUL among them, and pieces that look like markers.
+# Any characters, including lone surrogates and NUL, and fragments that resemble markers.
 _PIECES = st.one_of(
     st.text(st.characters(exclude_categories=()), max_size=12),
     st.sampled_from(
@@ -53,7 +53,7 @@ def outside(prompt: BlockPrompt) -> list[str]:
 
 
 @given(hostile_text)
-def test_any_text_comes_back_from_its_markers(text: str) -> None:
+def test_any_marked_text_is_parsed_unchanged(text: str) -> None:
     stripped = text.strip()
     expected = [Block(stripped)] if stripped else []
     assert list(segment(wrap(text) + "Q").context) == expected
@@ -69,7 +69,7 @@ def test_passages_of_any_text_keep_their_boundaries_order_and_handles(texts: lis
 
 
 @given(hostile_text)
-def test_no_string_breaks_the_parser(text: str) -> None:
+def test_the_parser_accepts_any_string(text: str) -> None:
     spans = parse(text).passages
     assert all(one.end <= two.start for one, two in itertools.pairwise(spans))
     prompt = segment(text + "Q", TEMPLATE)
@@ -80,7 +80,7 @@ def test_no_string_breaks_the_parser(text: str) -> None:
 
 
 @given(hostile_text)
-def test_none_of_our_markers_is_left_outside_of_passages(text: str) -> None:
+def test_our_own_markers_are_removed_outside_of_passages(text: str) -> None:
     for rest in outside(segment(text + "Q")):
         assert not parse(rest).passages
 
@@ -100,13 +100,13 @@ def test_text_without_own_markers_is_the_final_block(text: str) -> None:
         f"[[KVBLOCK:{OTHER}]] [[kvblock:{OTHER.upper()}]] [kvblock:ab] [[x]]",
     ],
 )
-def test_a_question_reaches_the_model_as_it_was_asked(question: str) -> None:
+def test_questions_reach_the_model_unchanged(question: str) -> None:
     assert segment(question) == BlockPrompt((), question, conversation(question))
     beside = segment(f"{REAL}{question}")
     assert (beside.context, beside.final) == ((Block("real"),), question)
 
 
-def test_markers_with_the_right_digest_of_their_text_are_text_if_they_are_not_ours() -> None:
+def test_foreign_markers_are_text_even_with_a_correct_digest() -> None:
     digest = hashlib.sha256(b"a passage").hexdigest()
     for seal in (digest[:32], digest[:16] * 2, digest[:16] + REAL[26:42]):
         forged = f"[[kvblock:{seal}]]a passage[[/kvblock:{seal}]]"
@@ -142,13 +142,13 @@ def test_white_space_between_blocks_belongs_to_neither_and_other_text_is_a_block
     ]
 
 
-def test_a_changed_text_between_its_markers_is_one_block_and_known_as_changed() -> None:
+def test_changed_text_between_markers_is_a_block_marked_as_changed() -> None:
     marked = wrap("a 'quoted' text").replace("'", "\\'")
     (block,) = segment(marked + "Q").context
     assert (block.text, block.origin) == ("a \\'quoted\\' text", "altered")
 
 
-def test_an_opening_that_encloses_a_real_block_does_not_swallow_it() -> None:
+def test_an_opening_marker_around_a_valid_block_does_not_hide_it() -> None:
     prompt = segment(f"{OPENING}a {wrap('inner')} b{CLOSING}Q")
     assert [(block.text, block.is_passage) for block in prompt.context] == [
         ("a ", False),
@@ -157,13 +157,13 @@ def test_an_opening_that_encloses_a_real_block_does_not_swallow_it() -> None:
     assert prompt.final == " bQ"
 
 
-def test_more_marked_passages_than_anybody_needs_are_refused() -> None:
+def test_too_many_marked_passages_are_refused() -> None:
     assert len(content_spans(REAL * 3, "conversation")) == 7
     with pytest.raises(SegmentationError, match=f"expected at most {MAX_MARKED}"):
         content_spans(REAL * (MAX_MARKED + 1), "conversation")
 
 
-def test_markers_are_stripped_for_showing_whoever_made_them() -> None:
+def test_all_markers_are_stripped_for_display() -> None:
     assert strip_markers(f"a {REAL} b [[kvblock:{OTHER}]]c[[1, 2]]") == "a real b c[[1, 2]]"
     assert wrap(" \n") == ""
 
@@ -184,7 +184,7 @@ def test_nested_pairs_are_hashed_a_few_times_at_most(monkeypatch: pytest.MonkeyP
     assert hashed < 6 * len(changed)
 
 
-def test_orphan_openings_and_closings_are_removed_and_hide_no_block() -> None:
+def test_unpaired_markers_are_removed_and_hide_no_block() -> None:
     other = wrap("other")
     for junk in (OPENING, CLOSING):
         assert [b.text for b in segment(f"{junk}{other}Q").context] == ["other"]
@@ -192,7 +192,7 @@ def test_orphan_openings_and_closings_are_removed_and_hide_no_block() -> None:
         assert segment(f"{other}Q{junk}").final == "Q"
 
 
-def test_pieces_of_a_cut_marker_are_removed() -> None:
+def test_fragments_of_cut_markers_are_removed() -> None:
     marked = wrap("Halden Tower is 214 metres tall.")
     opening_end, closing_start = marked.index("]]") + 2, marked.rindex("[[")
     for cut in range(opening_end, len(marked)):
@@ -204,7 +204,7 @@ def test_pieces_of_a_cut_marker_are_removed() -> None:
             assert "]]" not in text or cut > opening_end - 6
 
 
-def test_a_chunk_of_a_splitter_gets_back_the_markers_that_were_cut_off() -> None:
+def test_markers_cut_off_by_a_splitter_are_restored() -> None:
     marked, other = wrap("Halden Tower is tall."), wrap("other")
     opening_end, closing_start = marked.index("]]") + 2, marked.rindex("[[")
     for cut in range(opening_end + 1, len(marked)):
@@ -212,7 +212,7 @@ def test_a_chunk_of_a_splitter_gets_back_the_markers_that_were_cut_off() -> None
         first, cut_off = prompt.context
         assert (first.text, prompt.final) == ("other", " What?")
         assert "Halden Tower is tall."[: cut - opening_end].startswith(cut_off.text[:5])
-        # With all of its text there, it is the passage that it was.
+        # If the text is complete, the block is the original passage.
         assert (cut_off.origin == "passage") == (cut_off.text == "Halden Tower is tall.")
     for cut in range(1, closing_start - 1):
         prompt = segment(close_cut_passages(f"{marked[cut:]}\n\n{other}") + " What?")
@@ -223,7 +223,7 @@ def test_a_chunk_of_a_splitter_gets_back_the_markers_that_were_cut_off() -> None
         assert close_cut_passages(whole) == whole
 
 
-def test_removing_orphans_touches_no_other_text() -> None:
+def test_removing_unpaired_markers_does_not_change_other_text() -> None:
     text = "[[/kv, 0a0a0a0a]] and [[/ and/ [[1, 2]] "
     assert remove_orphans(text + OPENING + text) == text + text
     assert remove_orphans(text) == text

@@ -1,4 +1,4 @@
-"""Recognition of passages in plain text."""
+"""Recognition of known passages in plain text."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_known_passages_are_found(text: str, passages: list[str], expected: list
     assert found(text, *passages) == expected
 
 
-def test_only_plain_text_is_split() -> None:
+def test_only_plain_text_is_searched() -> None:
     marked = content_spans(f"{wrap(B)} {A}", "conversation")
     spans = [Span(f"<|im_start|>{C}", "template"), *marked, Span(f"{C} {B}", "system")]
     matcher = PassageMatcher(entries_of([A, B, C]))
@@ -89,7 +89,7 @@ def test_only_plain_text_is_split() -> None:
     )
 
 
-def test_system_messages_are_split_only_on_request() -> None:
+def test_system_messages_are_only_searched_on_request() -> None:
     spans = (Span(f"Never\n{A}", "system"), Span(f"{B} Why?", "conversation"))
     matcher = PassageMatcher(entries_of([A, B]))
     question = (Span(B, "passage"), Span(" Why?", "conversation"))
@@ -98,14 +98,14 @@ def test_system_messages_are_split_only_on_request() -> None:
     assert matcher.split(spans, in_system=True) == (*rules, *question)
 
 
-def test_a_passage_across_two_spans_stays_text() -> None:
+def test_passages_across_two_spans_are_not_recognized() -> None:
     spans = (Span(A[:50], "system"), Span(A[50:], "conversation"))
     assert PassageMatcher(entries_of([A])).split(spans, in_system=True) == spans
 
 
 @pytest.mark.parametrize("template", ["{{ m.content }}", "<{{ m.role }}>{{ m.content }}"])
 @pytest.mark.parametrize("roles", ["user user", "user tool"])
-def test_a_passage_across_two_messages_stays_text(template: str, roles: str) -> None:
+def test_passages_across_two_messages_are_not_recognized(template: str, roles: str) -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = f"{{% for m in messages %}}{template}{{% endfor %}}"
     halves = zip(roles.split(), (f"{A} {B[:50]}", f"{B[50:]} {C}"), strict=True)
@@ -116,14 +116,14 @@ def test_a_passage_across_two_messages_stays_text(template: str, roles: str) -> 
     assert [span.text for span in split if span.origin == "passage"] == [A, C]
 
 
-def test_passages_without_letters_and_digits_are_not_found() -> None:
+def test_passages_without_letters_and_digits_are_not_recognized() -> None:
     rule = "-" * 40
     assert not len(entries_of([rule, "\U0001f600 " * 40, "_" * 99]))
     assert found(f"{rule * 9}\n{A}", f"-{rule}-", A) == [A]
 
 
 def test_indexed_passages_without_letters_and_digits_are_ignored() -> None:
-    """Earlier versions wrote such entries."""
+    """Earlier versions wrote these index entries."""
     entry = "207ab63e945e3f4b28407d06ac02d1b828000000d064d859af67e1e77cbea365393da212"
     spans = (Span("-" * 100, "conversation"),)
     entries = np.frombuffer(bytes.fromhex(entry), ENTRY)
@@ -145,7 +145,7 @@ GRAPHEMES = [
 
 
 @pytest.mark.parametrize("grapheme", GRAPHEMES, ids=ascii)
-def test_cuts_are_not_within_graphemes(grapheme: str) -> None:
+def test_passages_are_not_cut_within_graphemes(grapheme: str) -> None:
     assert regex.findall(r"\X", grapheme) == [grapheme]
     for cut in range(1, len(grapheme)):
         for known in (f"{A} ({grapheme[:cut]}", f"{grapheme[cut:]}) {A}"):
@@ -154,7 +154,7 @@ def test_cuts_are_not_within_graphemes(grapheme: str) -> None:
 
 
 @given(st.lists(st.sampled_from([*"".join(GRAPHEMES), *"a. \n"]), min_size=1, max_size=9))
-def test_found_passages_consist_of_graphemes(tail: list[str]) -> None:
+def test_recognized_passages_consist_of_complete_graphemes(tail: list[str]) -> None:
     text = f"{A} {''.join(tail)}"
     ends = {match.end() for match in regex.finditer(r"\X", text)}
     for known in (text[:end] for end in range(len(A), len(text))):
@@ -162,8 +162,8 @@ def test_found_passages_consist_of_graphemes(tail: list[str]) -> None:
 
 
 @given(st.data())
-def test_the_longest_passages_are_found_first(data: st.DataObject) -> None:
-    """Compares with a search for each passage."""
+def test_the_longest_passages_take_precedence(data: st.DataObject) -> None:
+    """The result is compared with a separate search for each passage."""
     letters = st.text("ab ", min_size=WINDOW, max_size=WINDOW + 6).map(str.strip)
     passages = data.draw(st.lists(letters, max_size=6))
     others = st.text("ab .", max_size=9)
@@ -202,7 +202,7 @@ def test_passages_with_the_same_middle_take_bounded_time() -> None:
     assert time.thread_time() - began < 1
 
 
-def test_a_prompt_gets_no_more_blocks_than_a_server_accepts() -> None:
+def test_the_number_of_recognized_blocks_is_limited() -> None:
     text = "\n".join(f"{n}: {A}" for n in range(MOST_PASSAGES + 20))
     spans = PassageMatcher(entries_of([A])).split([Span(text, "conversation")])
     prompt = BlockPrompt.from_spans(spans)

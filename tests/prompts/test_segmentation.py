@@ -1,4 +1,4 @@
-"""Segmentation of conversations."""
+"""Segmentation of conversations and long turns."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class TestConversation:
         block = conversation(messages, tiny_tokenizer()).context[0]
         assert block.spans == (Span("<|end|>", "conversation"),)
 
-    def test_a_template_that_refuses_a_lone_system_message_is_cut_elsewhere(self) -> None:
+    def test_templates_that_refuse_a_single_system_message_are_supported(self) -> None:
         tokenizer = tiny_tokenizer()
         tokenizer.chat_template = (
             "{% if messages|length == 1 and messages[0].role == 'system' %}"
@@ -79,7 +79,9 @@ class TestConversation:
             ("x", [], "Found no message"),
         ],
     )
-    def test_refuses_other_input(self, template: str | None, messages: Any, expected: str) -> None:
+    def test_invalid_messages_are_refused(
+        self, template: str | None, messages: Any, expected: str
+    ) -> None:
         tokenizer = tiny_tokenizer()
         tokenizer.chat_template = template
         with pytest.raises(SegmentationError, match=expected):
@@ -111,14 +113,14 @@ class TestCutTurns:
             ("one line", ["one line"]),
         ],
     )
-    def test_coarsest_separator_cuts(self, text: str, pieces: list[str]) -> None:
+    def test_texts_are_cut_at_the_coarsest_separator(self, text: str, pieces: list[str]) -> None:
         assert self.pieces(text, 15) == pieces
 
-    def test_surplus_cuts_are_dropped_to_equalize_pieces(self) -> None:
+    def test_superfluous_cuts_are_dropped_to_balance_pieces(self) -> None:
         assert self.pieces("a\nb\nc\nd\nlongest", 2) == ["a\nb\nc\nd\n", "longest"]
 
     def test_a_long_text_is_cut_in_about_linear_time(self) -> None:
-        """Quadratic time would exceed pytest's time limit."""
+        """Quadratic time would exceed the timeout of pytest."""
         assert len(self.pieces("line\n" * 100_000 + " " * 100_000 + "end", 15)) == 15
 
     def test_a_limit_below_one_is_refused(self) -> None:

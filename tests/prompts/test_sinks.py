@@ -1,4 +1,4 @@
-"""Sinks: their forms, their tokens, and the digests of what is encoded after them."""
+"""Sinks: text forms, tokens, and digests of blocks that are encoded after them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_invalid_sinks_are_refused_with_the_valid_forms(sink: Any) -> None:
 
 @pytest.mark.parametrize("chat", [True, False])
 @pytest.mark.parametrize("bos", [True, False])
-def test_a_head_is_how_prompts_of_that_model_begin(bos: bool, chat: bool) -> None:
+def test_a_head_equals_the_start_of_the_models_prompts(bos: bool, chat: bool) -> None:
     tokenizer = BlockTokenizer(tiny_tokenizer(bos=bos, chat=chat))
     prompt = CHAT.prompt("Why?", [Passage("", "Because.")], tokenizer.tokenizer)
     first, *_ = tokenizer.prompt_ids(prompt).context
@@ -36,7 +36,7 @@ def test_a_head_is_how_prompts_of_that_model_begin(bos: bool, chat: bool) -> Non
     assert sink_ids("none", tokenizer) == []
 
 
-def test_a_head_is_the_same_every_day() -> None:
+def test_a_head_does_not_depend_on_the_date() -> None:
     today = "{{ strftime_now('%d %b %Y') }}"
     llama = "{% if not date_string is defined %}{% set date_string = strftime_now('%d %b %Y') %}"
     for start, found in ((today, "You are"), (llama + "{% endif %}{{ date_string }}", "01 Jan 20")):
@@ -46,7 +46,7 @@ def test_a_head_is_the_same_every_day() -> None:
         assert text.removeprefix("<|begin|>").startswith(found)
 
 
-def test_the_tokens_of_bos_and_of_too_long_a_head() -> None:
+def test_sinks_that_the_model_cannot_provide_are_refused() -> None:
     tokenizer = BlockTokenizer(tiny_tokenizer())
     assert sink_ids("bos", tokenizer) == [256]
     with pytest.raises(ValueError, match=r"'head:9999', but the head of a prompt has \d+ tokens"):

@@ -1,4 +1,4 @@
-"""Sources that chat front ends mark in the text of their messages."""
+"""Recognition of sources that chat front ends mark in the text of messages."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def passages(text: str, origin: Origin = "conversation") -> list[str]:
         (f'{A}</source><source id="1">{B}', []),
     ],
 )
-def test_text_between_a_mark_and_its_end_is_a_passage(text: str, expected: list[str]) -> None:
+def test_text_between_delimiters_is_a_passage(text: str, expected: list[str]) -> None:
     assert passages(text) == expected
 
 
-def test_only_text_of_messages_is_split() -> None:
+def test_only_text_of_messages_is_searched() -> None:
     text = f'<source id="1">{A}</source>'
     assert passages(text, "conversation") == passages(text, "system") == [A]
     others: tuple[Origin, ...] = ("template", "answer", "passage", "altered")
@@ -49,14 +49,14 @@ def test_sources_do_not_span_messages() -> None:
     assert marked_sources(spans) == spans
 
 
-def test_a_prompt_gets_no_more_passages_than_a_server_accepts() -> None:
+def test_the_number_of_passages_is_limited() -> None:
     text = "".join(f'<source id="{n}">{A}</source>' for n in range(MOST_PASSAGES + 9))
     spans = marked_sources([Span(B, "passage"), Span(text, "conversation")])
     assert sum(span.origin == "passage" for span in spans) == MOST_PASSAGES
     assert text_of(spans) == B + text
 
 
-def test_marks_without_an_end_take_linear_time() -> None:
-    """A search from each mark would take hours."""
+def test_unclosed_delimiters_take_linear_time() -> None:
+    """A search from every delimiter would take hours."""
     text = '<source id="1">[CONTEXT 1]:\n' * 100_000
     assert passages(text) == []

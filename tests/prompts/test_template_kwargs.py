@@ -1,4 +1,4 @@
-"""Variables of chat templates: those that a template reads, and no others."""
+"""Variables of chat templates: detection, use and validation."""
 
 from __future__ import annotations
 
@@ -64,6 +64,6 @@ def test_unread_and_reserved_variables_are_refused(
         check_template_kwargs(thinking_tokenizer(), given)
 
 
-def test_without_a_template_there_are_none() -> None:
+def test_without_a_template_there_are_no_variables() -> None:
     with pytest.raises(ValueError, match="it reads: none"):
         check_template_kwargs(of(None), {"enable_thinking": False})

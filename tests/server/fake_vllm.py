@@ -1,4 +1,4 @@
-"""A module ``vllm`` whose API server is a small script with a child of its own."""
+"""A fake ``vllm`` module whose API server is a small script with a child process."""
 
 from __future__ import annotations
 
@@ -60,18 +60,18 @@ with socket.create_server((options["--host"], int(options["--port"]))) as listen
 
 @dataclass(frozen=True)
 class FakeVllm:
-    """The module in a folder, and what its last server was given."""
+    """The fake module in a folder, and access to the process that it last started."""
 
     folder: Path
 
     @property
     def environment(self) -> dict[str, str]:
-        """Of processes that shall find it."""
+        """Environment in which processes import the fake module."""
         path = os.pathsep.join([str(self.folder), str(Path(__file__).parents[2])])
         return {**os.environ, "PYTHONPATH": path, "FAKE_TOLD": str(self.folder / "told.json")}
 
     def told(self) -> Any:
-        """Its child, options and environment, once it has started."""
+        """Wait until the server has started. Returns its child, options and environment."""
         file, until = self.folder / "told.json", time.monotonic() + LONGEST_S
         while not file.exists():
             assert time.monotonic() < until, "the server did not start"
@@ -79,15 +79,15 @@ class FakeVllm:
         return json.loads(file.read_text("utf-8"))
 
     def assert_ended(self) -> None:
-        """No process of it is left."""
+        """Check that no process of the server is left."""
         child, until = self.told()["child"], time.monotonic() + LONGEST_S
         while psutil.pid_exists(child) and psutil.Process(child).status() != "zombie":
-            assert time.monotonic() < until, "the server's child still runs"
+            assert time.monotonic() < until, "the child of the server is still running"
             time.sleep(0.01)
 
 
 def fake_vllm(folder: Path) -> FakeVllm:
-    """Write the module."""
+    """Write the fake module to a folder."""
     package = folder / "vllm" / "entrypoints" / "openai"
     package.mkdir(parents=True)
     for one in (package, package.parent, package.parent.parent):

@@ -1,4 +1,4 @@
-"""Profiles of models that are made up, for tests of serving."""
+"""Profiles of fictitious models, for the tests of serving."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def make_profile(
     fingerprint: str = "f" * 64,
     vocab_size: int = 1 << 40,
 ) -> ModelProfile:
-    """A profile with so many heads in each layer; token ids of ``make_kv`` are in its range."""
+    """Return a profile with these numbers of heads by layer. Its vocabulary covers ``make_kv``."""
     return ModelProfile(
         fingerprint=fingerprint,
         tokenizer="e" * 64,

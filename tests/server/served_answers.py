@@ -1,4 +1,4 @@
-"""Answers as vLLM returns them, for tests of what this package changes in them."""
+"""Answers in the format of vLLM, for tests of how this package rewrites them."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from blockattn_rag.server.vllm.tool_calls import ServedTools
 
 
 class Definition(SimpleNamespace):
-    """A tool or a choice in vLLM's request."""
+    """Stand-in for a tool or a tool choice in a vLLM request."""
 
     def model_dump(self, **_: Any) -> dict[str, Any]:
         return dict(vars(self))
 
 
 def chat_request(tools: Sequence[dict[str, Any]], **fields: Any) -> Any:
-    """vLLM's request with these tools, as far as tools matter."""
+    """Return a vLLM request with these tools and all fields that affect tools."""
     request: dict[str, Any] = {
         "tools": [Definition(**tool) for tool in tools],
         "tool_choice": "auto",
@@ -35,7 +35,7 @@ def chat_request(tools: Sequence[dict[str, Any]], **fields: Any) -> Any:
 
 
 def whole_answer(tools: ServedTools, ids: Sequence[int]) -> dict[str, Any]:
-    """The choice of a complete answer that has these token ids. Its text must not matter."""
+    """Return the choice of a complete answer with these token ids. Its text must be ignored."""
     message = {"role": "assistant", "content": "not used", "tool_calls": []}
     choice = {"index": 0, "message": message, "finish_reason": "stop", "token_ids": [*ids]}
     data = {"choices": [choice], "prompt_token_ids": [1]}
@@ -44,7 +44,7 @@ def whole_answer(tools: ServedTools, ids: Sequence[int]) -> dict[str, Any]:
 
 
 def streamed_answer(tools: ServedTools, ids: Sequence[int], size: int = 3) -> list[dict[str, Any]]:
-    """The choices of a streamed answer, in chunks of ``size`` tokens."""
+    """Return the choices of a streamed answer in chunks of ``size`` tokens."""
 
     async def events() -> AsyncGenerator[str, None]:
         for at in range(0, len(ids), size):

@@ -1,4 +1,4 @@
-"""``ServerClient`` and the LLMs and ingestion steps that use it."""
+"""``ServerClient``, and the LLMs and ingestion steps that use it."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def client(server: FakeServer) -> ServerClient:
 def test_info_describes_the_server(server: FakeServer, client: ServerClient) -> None:
     assert client.info.to_dict() == server.info
     assert client.info.models == ("the-model",)
-    assert len(server.bodies(INFO)) == 1, "fetched once"
+    assert len(server.bodies(INFO)) == 1, "expected one request"
 
 
 def test_passages_are_encoded_once_and_found(server: FakeServer, client: ServerClient) -> None:
@@ -122,7 +122,7 @@ def test_temporary_failures_are_retried(server: FakeServer, client: ServerClient
         (RefusalError(400, "bad"), ServingError, "answers 400: bad"),
     ],
 )
-def test_refusals_are_explained(
+def test_refusals_are_reported_with_the_reason(
     server: FakeServer, client: ServerClient, fault: Exception, kind: type, message: str
 ) -> None:
     server.faults.append(fault)
@@ -130,7 +130,7 @@ def test_refusals_are_explained(
         client.encode(TEXTS)
 
 
-def test_a_wrong_key_is_explained_without_showing_it(
+def test_a_wrong_key_is_reported_without_showing_it(
     server: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(ServingError, match="set BLOCKATTN_RAG_API_KEY") as refused:
@@ -143,7 +143,7 @@ def test_a_wrong_key_is_explained_without_showing_it(
     assert "a b" not in str(invalid.value)
 
 
-def test_an_absent_server_is_reported() -> None:
+def test_an_unreachable_server_is_reported() -> None:
     with pytest.raises(ServingError, match=r"Cannot reach http://127\.0\.0\.1:9"):
         _ = ServerClient("http://127.0.0.1:9", retries=0).info
 
@@ -157,7 +157,7 @@ def test_another_protocol_version_is_reported(server: FakeServer, client: Server
 @pytest.mark.parametrize(
     "url", ["http://h:1", "http://h:1/", "http://h:1/v1", "http://h:1/blockattn/openai/v1/"]
 )
-def test_addresses_with_and_without_paths_are_equal(url: str) -> None:
+def test_addresses_with_and_without_a_path_are_equivalent(url: str) -> None:
     assert server_url(url) == "http://h:1"
 
 
@@ -206,7 +206,7 @@ def test_llama_index_reuses_passages_on_a_server(server: FakeServer) -> None:
     assert str(response) == server.generation(CHATS, body)[0].text
 
 
-def test_configure_packs_whole_passages_for_a_server(server: FakeServer) -> None:
+def test_configure_packs_complete_passages_for_a_server(server: FakeServer) -> None:
     llm = llama_index.served_llm(
         server.url, api_key=KEY, tokenizer=tiny_tokenizer(), max_tokens=8, context_window=900
     )

@@ -1,4 +1,4 @@
-"""A server's options."""
+"""Options of the connector."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PROFILE = make_profile()
 GIVEN: dict[str, Any] = {"store": "s3://kv/llama"}
 
 
-def test_what_is_not_given_has_a_default() -> None:
+def test_unset_options_have_defaults() -> None:
     config = ServingConfig.parse(GIVEN)
     assert config.tenant_secret is None
     assert config.nearer_tiers(PROFILE, Share.of(PROFILE)) == ["memory:8GiB"]
@@ -39,13 +39,13 @@ def test_an_unknown_setting_of_recognition_is_refused() -> None:
         ServingConfig.parse(GIVEN | {"recognize": "everywhere"})
 
 
-def test_each_rank_has_tiers_of_its_own() -> None:
+def test_each_rank_has_its_own_tiers() -> None:
     config = ServingConfig.parse(GIVEN | {"memory": "1GiB", "disk": "/nvme"})
     folder = f"/nvme/{'f' * 16}/layers-0-2-heads-1-2"
     assert config.nearer_tiers(PROFILE, Share.of(PROFILE, 1, 2)) == ["memory:1GiB", folder]
 
 
-def test_what_ranks_of_another_model_or_with_other_shares_keep_lies_elsewhere() -> None:
+def test_tier_folders_depend_on_the_model_and_the_share() -> None:
     config = ServingConfig.parse(GIVEN | {"disk": "/nvme"})
     other = make_profile(fingerprint="0" * 64)
     shares = [Share.of(PROFILE, rank, 2) for rank in (0, 1)]
@@ -56,13 +56,13 @@ def test_what_ranks_of_another_model_or_with_other_shares_keep_lies_elsewhere() 
 
 @pytest.mark.parametrize("more", [{}, {"disk": "/nvme"}, {"cache": "redis://valkey"}])
 @pytest.mark.parametrize("also", [{}, {"disk": "/nvme", "cache": "redis://valkey"}])
-def test_tiers_are_named_as_they_are_there(more: dict[str, str], also: dict[str, str]) -> None:
+def test_tier_names_describe_the_tiers(more: dict[str, str], also: dict[str, str]) -> None:
     config = ServingConfig.parse(GIVEN | more | also)
     assert config.tier_names == ("memory", *sorted(also | more, reverse=True), "home")
     assert len(config.tier_names) == len(config.nearer_tiers(PROFILE, Share.of(PROFILE))) + 1
 
 
-def test_ranks_have_names_of_their_own_in_a_cache() -> None:
+def test_ranks_have_their_own_prefixes_in_a_cache() -> None:
     config = ServingConfig.parse(GIVEN | {"cache": "redis://valkey:6379/0"})
     tiers = [config.nearer_tiers(PROFILE, Share.of(PROFILE, rank, 2)) for rank in (0, 1)]
     assert [tier[0] for tier in tiers] == ["memory:8GiB"] * 2
@@ -71,21 +71,21 @@ def test_ranks_have_names_of_their_own_in_a_cache() -> None:
     assert len({one._prefix for one in caches if isinstance(one, RedisStore)}) == 2
 
 
-def test_private_memory_is_so_many_tokens_of_a_model() -> None:
-    profile = make_profile()  # 2 layers of 2 heads of 4 keys and 4 values: 128 bytes a token
+def test_private_memory_is_converted_to_tokens() -> None:
+    profile = make_profile()  # 128 bytes per token: 2 layers, 2 heads, 4 + 4 channels
     config = ServingConfig.parse(GIVEN | {"private_memory": "1KiB"})
     assert config.private_tokens(profile) == 8
     assert ServingConfig.parse(GIVEN).private_tokens(profile) == (4 << 30) // 128
 
 
-def test_a_server_that_stores_nothing_may_yet_encode_for_its_memory() -> None:
+def test_a_read_only_server_may_encode_for_its_memory() -> None:
     assert ServingConfig.parse(GIVEN).encodes
     assert ServingConfig.parse(GIVEN | {"private_memory": "0"}).encodes
     assert ServingConfig.parse(GIVEN | {"read_only": True}).encodes
     assert not ServingConfig.parse(GIVEN | {"read_only": True, "private_memory": "0"}).encodes
 
 
-def test_a_list_names_namespaces() -> None:
+def test_lists_of_namespaces_are_parsed() -> None:
     config = ServingConfig.parse(GIVEN | {"read_namespaces": ["shared"]})
     assert config.read_namespaces == ("shared",)
 
@@ -104,12 +104,12 @@ def test_a_list_names_namespaces() -> None:
         ({"kv_dtype": "fp8"}, "kv_dtype should be 'model' or 'int8'"),
     ],
 )
-def test_a_wrong_option_is_refused(changed: dict[str, Any], message: str) -> None:
+def test_invalid_options_are_refused(changed: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ServingConfig.parse(GIVEN | changed)
 
 
-def test_a_store_must_be_given() -> None:
+def test_a_store_is_required() -> None:
     with pytest.raises(ValueError, match="has no field 'store'; add it"):
         ServingConfig.parse({})
 

@@ -1,6 +1,6 @@
-"""Requests of chat front ends, of which ``tests/front_ends.json`` has two turns each.
+"""Requests of chat front ends. ``tests/front_ends.json`` has two turns for each front end.
 
-The second turn repeats the first passage of the first turn at another place and number.
+The second turn repeats the first passage of the first turn in another place, with another number.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PROMPTS = Prompts(tiny_tokenizer())
 
 
 @pytest.mark.parametrize("name", FRONT_ENDS)
-def test_a_repeated_source_has_the_same_tokens_at_another_place(name: str) -> None:
+def test_a_repeated_source_has_the_same_tokens_in_another_place(name: str) -> None:
     turns = []
     for messages in FRONT_ENDS[name]:
         prompt = PROMPTS.chat(ChatBody.from_dict({"messages": messages}), [], {}, marked_sources)

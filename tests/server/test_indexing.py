@@ -1,4 +1,4 @@
-"""The index of passages that a server writes in the background."""
+"""Background updates of a server's passage index."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ENTRIES = [entries_of([f"Passage {n} of a busy server, with enough characters."]
 
 
 def add_all(index: PassageIndex, *namespaces: str) -> int:
-    """Add all entries one by one. Returns the number of failed writes."""
+    """Add entries one by one. Returns the number of failed writes."""
     failures: list[bool] = []
 
     async def run() -> None:
@@ -30,7 +30,7 @@ def add_all(index: PassageIndex, *namespaces: str) -> int:
     return len(failures)
 
 
-def test_a_busy_server_writes_few_files_and_loses_nothing_at_its_end() -> None:
+def test_entries_are_written_in_few_files_and_completely_at_exit() -> None:
     store = MemoryStore(1 << 20)
     add_all(PassageIndex(store), "a", "b")
     for namespace in ("a", "b"):
@@ -45,7 +45,7 @@ def test_a_busy_server_writes_few_files_and_loses_nothing_at_its_end() -> None:
         (MemoryError, "Unexpected error while the index is written: {} is full"),
     ],
 )
-def test_a_failed_write_is_logged_counted_and_repeated(
+def test_a_failed_write_is_logged_counted_and_retried(
     kind: type[Exception],
     message: str,
     caplog: pytest.LogCaptureFixture,

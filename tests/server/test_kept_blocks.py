@@ -1,4 +1,4 @@
-"""The estimate of the blocks in the workers' memory."""
+"""The API server's estimate of the blocks in the memory of the workers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from blockattn_rag.errors import ProtocolError
 from blockattn_rag.server.vllm.kept_blocks import KeptBlocks
 
 
-def test_least_recently_used_block_is_evicted_first() -> None:
+def test_the_least_recently_used_block_is_evicted_first() -> None:
     kept = KeptBlocks(10)
     kept.add("a", 4)
     kept.add("b", 4)
@@ -17,7 +17,7 @@ def test_least_recently_used_block_is_evicted_first() -> None:
     assert [kept.use(key) for key in "abc"] == [True, False, True]
 
 
-def test_block_encoded_twice_counts_once() -> None:
+def test_a_block_that_is_encoded_twice_counts_once() -> None:
     kept = KeptBlocks(10)
     for _ in range(3):
         kept.add("a", 6)
@@ -29,7 +29,7 @@ def test_block_encoded_twice_counts_once() -> None:
     assert [kept.use(key) for key in "abc"] == [False, True, True]
 
 
-def test_prompt_larger_than_memory_is_refused() -> None:
+def test_a_prompt_larger_than_the_memory_is_refused() -> None:
     kept = KeptBlocks(10)
     kept.check_room(10)
     with pytest.raises(ProtocolError, match=r"blocks of 11 tokens .* at most 10 .*private_memory"):

@@ -1,4 +1,4 @@
-"""Store keys, which are those of the local engine, and cache salts."""
+"""Cache salts of requests, and store keys, which equal those of the local engine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PROFILE = make_profile(vocab_size=1000)
 # -- salts -----------------------------------------------------------------------------------------
 
 
-def test_a_salt_tells_apart_all_that_decides_keys_and_values() -> None:
+def test_salts_depend_on_everything_that_affects_keys_and_values() -> None:
     plan = BlockPlan("complete", (3, 2), keep=(STORED, STORED))
     others = [
         salt(replace(plan, lengths=(2, 3)), PROFILE),
@@ -50,7 +50,7 @@ def test_a_salt_tells_apart_all_that_decides_keys_and_values() -> None:
     assert all(is_salt(one) and len(one) == 44 for one in (own, *others))
 
 
-def test_full_mode_has_a_salt_for_each_tenant_that_needs_the_secret() -> None:
+def test_full_mode_salts_depend_on_the_tenant_and_the_secret() -> None:
     told = {
         full_mode_salt(secret, namespace, given)
         for secret in ("a secret", "another")
@@ -58,12 +58,12 @@ def test_full_mode_has_a_salt_for_each_tenant_that_needs_the_secret() -> None:
         for given in (None, "", "mine")
     }
     assert len(told) == 2 * 3 * 3
-    assert not any(is_salt(one) for one in told)  # which the connector takes from full mode
-    assert all(len(one) <= 128 and not set(one) & set("@/\\\0") for one in told)  # vLLM's bounds
+    assert not any(is_salt(one) for one in told)  # salts of block mode differ
+    assert all(len(one) <= 128 and not set(one) & set("@/\\\0") for one in told)  # limits of vLLM
 
 
 @pytest.mark.parametrize("text", [None, "", "ba1-", "ba1-" + "0" * 39, "x" * 44, 7])
-def test_a_client_s_own_salt_is_none_of_ours(text: Any) -> None:
+def test_salts_of_clients_differ_from_ours(text: Any) -> None:
     assert not is_salt(text)
     assert not is_salt(salt(BlockPlan("encode", (3,)), PROFILE) + "\n")
 
@@ -123,7 +123,7 @@ def test_only_the_first_block_of_a_prompt_is_encoded_without_the_sink() -> None:
     assert [one.digest for one in found] == [token_digest([1, 2]), token_digest([1, 2], SINK_IDS)]
 
 
-def test_a_block_that_stands_after_anything_but_the_sink_is_not_encoded() -> None:
+def test_a_block_after_anything_other_than_the_sink_is_not_encoded() -> None:
     plan = BlockPlan("encode", (2,))
     profile = make_profile(sink_ids=SINK_IDS, vocab_size=1000)
     assert block_keys([*SINK_IDS, 1, 2], plan, profile)[0].start == 2
@@ -135,12 +135,12 @@ def test_a_block_that_stands_after_anything_but_the_sink_is_not_encoded() -> Non
         block_keys([*SINK_IDS, 1, 2], plan, PROFILE)
 
 
-def test_a_plan_that_does_not_fit_its_prompt_has_no_keys() -> None:
+def test_a_plan_that_does_not_match_its_prompt_is_refused() -> None:
     with pytest.raises(ProtocolError, match="add up to 5 tokens, expected at most 4"):
         block_keys([1, 2, 3, 4, 5], BlockPlan("complete", (3, 2)), PROFILE)
 
 
-def test_a_block_is_looked_for_in_its_namespace_first_and_then_where_tenants_share() -> None:
+def test_blocks_are_looked_up_in_their_namespace_before_shared_ones() -> None:
     tokens, plan = [1, 2, 3], BlockPlan("complete", (2,), "tenant-1", (STORED,))
     [one] = block_keys(tokens, plan, PROFILE, ["shared", "tenant-1"])
     [own] = block_keys(tokens, plan, PROFILE)
@@ -149,7 +149,7 @@ def test_a_block_is_looked_for_in_its_namespace_first_and_then_where_tenants_sha
     assert one.key == own.key != shared.key
 
 
-def test_a_private_block_is_looked_for_among_private_ones_of_its_tenant_alone() -> None:
+def test_private_blocks_are_only_looked_up_for_their_tenant() -> None:
     tokens = [1, 2, 1, 2, 1, 2, 3]
     plan = BlockPlan("complete", (2, 2, 2), "a", (STORED, IN_MEMORY, PRIVATE))
     stored, kept, private = block_keys(tokens, plan, PROFILE, ["shared"])
@@ -161,8 +161,8 @@ def test_a_private_block_is_looked_for_among_private_ones_of_its_tenant_alone() 
     assert [one.keep for one in (stored, kept, private)] == [STORED, IN_MEMORY, PRIVATE]
 
 
-def test_private_key_equals_the_local_one(engine: BlockAttentionEngine) -> None:
-    store = MemoryStore(1 << 24)  # where the local engine keeps private blocks too
+def test_keys_of_private_blocks_equal_the_local_ones(engine: BlockAttentionEngine) -> None:
+    store = MemoryStore(1 << 24)  # also keeps private blocks
     local = BlockAttentionEngine(engine.model, store=store, namespace="a", recipe="none")
     turn = Block.of([Span("An earlier turn.", "conversation")])
     prompt = BlockPrompt((turn, Block("a passage")), "question?")

@@ -1,4 +1,4 @@
-"""vLLM as a child process: its command, its start, and its end."""
+"""vLLM as a child process: command, start and termination."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def start(vllm: FakeVllm, port: int, log: list[str]) -> Start:
     return started
 
 
-def test_the_command_has_the_connector_and_vllm_s_options_come_last() -> None:
+def test_the_command_has_the_connector_and_ends_with_vllm_options() -> None:
     command = vllm_command(
         "/models/llama",
         name="llama",
@@ -63,7 +63,7 @@ def test_the_command_has_the_connector_and_vllm_s_options_come_last() -> None:
     assert (pairs["--host"], pairs["--port"]) == ("::", "9000")
     assert pairs["--kv-transfer-config.kv_connector"] == '"BlockAttentionConnector"'
     assert pairs["--kv-transfer-config.kv_role"] == '"kv_both"'
-    # A store's name is no number.
+    # Store names are strings, even if they look like numbers.
     assert pairs["--kv-transfer-config.kv_connector_extra_config.store"] == '"2026"'
     assert json.loads(pairs["--structured-outputs-config"])["backend"] == "guidance"
     assert command[-2:] == ["--served-model-name", "other"]
@@ -78,7 +78,7 @@ def test_the_command_has_the_connector_and_vllm_s_options_come_last() -> None:
         (["--ssl-keyf", "k.pem"], "put a proxy for TLS in front of the server"),
     ],
 )
-def test_options_of_vllm_that_are_set_already_are_refused(options: list[str], message: str) -> None:
+def test_vllm_options_that_this_command_sets_are_refused(options: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         check_options(["--max-model-len", "64", *options])
 
@@ -104,7 +104,7 @@ CONNECTOR = "--kv-transfer-config.kv_connector_extra_config"
         ("--otlp-traces-endpoint=http://me:hunter2@host/", "in --otlp-traces-endpoint after --"),
     ],
 )
-def test_secrets_among_options_of_vllm_are_refused(option: str, message: str) -> None:
+def test_secrets_in_vllm_options_are_refused(option: str, message: str) -> None:
     with pytest.raises(ValueError, match=message) as caught:
         check_options(["--max-model-len", "64", *option.split()])
     assert "hunter2" not in str(caught.value)
@@ -122,19 +122,19 @@ def test_options_without_secrets_are_accepted() -> None:
 
 
 def origins_of(*options: str) -> list[str]:
-    """Values of vLLM's option ``--allowed-origins`` in a command."""
+    """Return the values of vLLM's option ``--allowed-origins`` in a command."""
     command = vllm_command(
         "m", name="m", dtype="float32", connector={}, host="::", port=1, options=options
     )
     return [value for name, value in itertools.pairwise(command) if name == "--allowed-origins"]
 
 
-def test_no_origin_is_allowed_unless_the_user_allows_some(tmp_path: Path) -> None:
+def test_no_origins_are_allowed_by_default(tmp_path: Path) -> None:
     assert [json.loads(one) for one in origins_of()] == [[]]
     assert origins_of("--max-model-len", "64", "--allowed-methods", "[]") == ["[]"]
     assert origins_of("--allowed-origins", '["https://example.org"]') == ['["https://example.org"]']
     assert origins_of('--allowed_origins=["https://example.org"]') == []
-    assert origins_of("--allowed-or", "[1]") == ["[]"]  # the later one counts
+    assert origins_of("--allowed-or", "[1]") == ["[]"]  # the last one takes effect
     file = tmp_path / "serve.yaml"
     file.write_text("allowed_origins: '[\"https://example.org\"]'\n")
     assert origins_of("--config", str(file)) == []
@@ -180,7 +180,9 @@ def test_a_port_in_use_is_refused(port: int) -> None:
         require_port("127.0.0.1", port)
 
 
-def test_server_stops_fully(start: Start, vllm: FakeVllm, port: int, log: list[str]) -> None:
+def test_stopping_the_server_ends_all_processes(
+    start: Start, vllm: FakeVllm, port: int, log: list[str]
+) -> None:
     with start() as server:
         server.wait_until_healthy("127.0.0.1", port, lambda _: None)
     vllm.assert_ended()
@@ -188,7 +190,7 @@ def test_server_stops_fully(start: Start, vllm: FakeVllm, port: int, log: list[s
     require_port("127.0.0.1", port)
 
 
-def test_a_killed_parent_leaves_no_process(vllm: FakeVllm, port: int) -> None:
+def test_killing_the_parent_ends_all_processes(vllm: FakeVllm, port: int) -> None:
     code = (
         "import os, sys, time; from blockattn_rag.server import launch; launch.STOP_S = 1.0\n"
         "server = launch.VllmServer(sys.argv[1:], os.environ, print); time.sleep(300)"
@@ -202,14 +204,14 @@ def test_a_killed_parent_leaves_no_process(vllm: FakeVllm, port: int) -> None:
     vllm.assert_ended()
 
 
-def test_dead_server_is_reported(start: Start, vllm: FakeVllm, port: int) -> None:
+def test_a_server_that_fails_to_start_is_reported(start: Start, vllm: FakeVllm, port: int) -> None:
     message = "vLLM ended with status 3 before it was ready: ServingError: the cause$"
     with start("--die", "") as server, pytest.raises(ServingError, match=message):
         server.wait_until_healthy("127.0.0.1", port, lambda _: None)
     vllm.assert_ended()
 
 
-def test_a_log_that_nobody_reads_does_not_hide_the_cause(vllm: FakeVllm, port: int) -> None:
+def test_the_cause_is_reported_if_the_log_cannot_be_written(vllm: FakeVllm, port: int) -> None:
     def broken(_line: str) -> None:
         raise BrokenPipeError
 
@@ -221,7 +223,7 @@ def test_a_log_that_nobody_reads_does_not_hide_the_cause(vllm: FakeVllm, port: i
         server.wait_until_healthy("127.0.0.1", port, lambda _: None)
 
 
-def test_a_server_that_never_answers_is_given_up(
+def test_a_server_that_never_answers_times_out(
     start: Start, vllm: FakeVllm, port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launch, "_REPORT_S", 0.0)
@@ -236,7 +238,7 @@ def test_a_server_that_never_answers_is_given_up(
     assert waited
 
 
-def test_a_server_that_ends_later_is_reported(start: Start, vllm: FakeVllm, port: int) -> None:
+def test_a_server_that_exits_later_is_reported(start: Start, vllm: FakeVllm, port: int) -> None:
     with start() as server:
         server.wait_until_healthy("127.0.0.1", port, lambda _: None)
         server._process.kill()
@@ -245,7 +247,9 @@ def test_a_server_that_ends_later_is_reported(start: Start, vllm: FakeVllm, port
     vllm.assert_ended()
 
 
-def test_kills_a_server_after_sigterm(log: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_ignores_sigterm_is_killed(
+    log: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(launch, "STOP_S", 0.5)
     code = "import signal, time; signal.signal(15, signal.SIG_IGN); print(1, flush=True)\n"
     with VllmServer([COMMAND[0], "-c", f"{code}time.sleep(300)"], {}, log.append) as server:
@@ -255,7 +259,7 @@ def test_kills_a_server_after_sigterm(log: list[str], monkeypatch: pytest.Monkey
     assert log[-1].startswith("vLLM did not stop within")
 
 
-def test_options_that_prevent_recomputing_are_named(tmp_path: Path) -> None:
+def test_options_that_prevent_recomputation_are_reported(tmp_path: Path) -> None:
     assert prevents_recomputing(["--max-model-len", "64", "--enforce-eager"]) is None
     assert prevents_recomputing(["--enable_lora"]) == "--enable-lora"
     assert prevents_recomputing(["--pipeline-parallel-size=2"]) == "--pipeline-parallel-size"

@@ -1,4 +1,4 @@
-"""BlockLoader: all blocks of a prompt in time, or an error that says which and why."""
+"""BlockLoader loads all blocks of a prompt before a deadline, or reports which failed and why."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ BLOCKS = block_keys(PROMPT, PLAN, PROFILE, ["shared"])
 
 
 def kv_of(block: BlockId, namespace: str = "tenant") -> BlockKV:
-    """What an engine would store for a block."""
+    """Return the KV that an engine would store for a block."""
     kv = make_kv(str(block.ids), tokens=len(block.ids))
     return replace(kv, token_ids=torch.tensor(block.ids), digest=block.digest, namespace=namespace)
 
@@ -47,7 +47,7 @@ def filled(store: KVStore, *namespaces: str) -> KVStore:
 
 
 class Scripted(MemoryStore):
-    """A store that says what it is told to say, and holds its answers back until it may speak."""
+    """Store with scripted answers, which are held back until ``go`` is set."""
 
     def __init__(self, answer: Callable[[str], ReadResult] | None = None) -> None:
         super().__init__(1 << 24)
@@ -68,7 +68,7 @@ Make = Callable[..., BlockLoader]
 
 @pytest.fixture
 def loader() -> Iterator[Make]:
-    """Makes loaders, and closes them."""
+    """Function that creates loaders, which are closed after the test."""
     made: list[BlockLoader] = []
 
     def make(store: KVStore, share: Share = WHOLE, **options: Any) -> BlockLoader:
@@ -94,13 +94,15 @@ def told(loader: BlockLoader) -> tuple[int, int, int]:
 # -- loading ---------------------------------------------------------------------------------------
 
 
-def test_a_prompt_s_blocks_come_in_order_by_one_call(loader: Make) -> None:
+def test_blocks_are_returned_in_order_by_one_read(loader: Make) -> None:
     store = Scripted()
     filled(store)
     one = loader(store)
     found = one.start(BLOCKS).result()
     assert all(same(kv, kv_of(block)) for kv, block in zip(found, BLOCKS, strict=True))
-    assert store.asked == [[BLOCKS[0].key, BLOCKS[1].key]], "the third block is the second again"
+    assert store.asked == [[BLOCKS[0].key, BLOCKS[1].key]], (
+        "expected the repeated block to be read once"
+    )
     stats = one.stats()
     nbytes = sum(kv.nbytes for kv in found)
     expected = LoaderStats(1, 0, 3, nbytes, load_s=stats.load_s)
@@ -108,7 +110,7 @@ def test_a_prompt_s_blocks_come_in_order_by_one_call(loader: Make) -> None:
     assert stats.load_s > 0
 
 
-def test_a_prompt_of_no_blocks_is_loaded_without_asking(loader: Make) -> None:
+def test_a_prompt_without_blocks_needs_no_read(loader: Make) -> None:
     store = Scripted()
     assert loader(store).start([]).result() == []
     assert store.asked == []
@@ -128,7 +130,7 @@ def test_a_rank_loads_its_share_through_its_tiers(loader: Make, tmp_path: Path) 
     assert one.stats().loads == 2
 
 
-def test_what_the_tenant_has_not_comes_from_where_tenants_share(loader: Make) -> None:
+def test_missing_blocks_are_read_from_the_shared_namespace(loader: Make) -> None:
     store = Scripted()
     filled(store, "shared")
     own = kv_of(BLOCKS[0])
@@ -138,7 +140,7 @@ def test_what_the_tenant_has_not_comes_from_where_tenants_share(loader: Make) ->
     assert store.asked == [[BLOCKS[0].keys[0], BLOCKS[1].keys[0]], [BLOCKS[1].keys[1]]]
 
 
-def test_a_quantized_block_is_of_the_model_s_shape(loader: Make) -> None:
+def test_a_quantized_block_is_accepted(loader: Make) -> None:
     store = MemoryStore(1 << 20)
     kv = kv_of(BLOCKS[0]).quantized()
     store.put(kv.key, kv)
@@ -170,11 +172,11 @@ def test_evicted_private_blocks_are_missing(loader: Make) -> None:
     assert error.blocks == (1,)
     assert "nor this server's memory (private_memory)" in str(error)
     private = kv_of(KEPT[1], "tenant/private")
-    store.put(private.key, private)  # as one that was encoded on purpose
+    store.put(private.key, private)  # as if encoded explicitly
     assert len(one.start(KEPT).result()) == 3
 
 
-def test_what_lies_in_memory_is_checked_as_what_is_stored(loader: Make) -> None:
+def test_blocks_in_memory_are_checked_like_stored_ones(loader: Make) -> None:
     kept = MemoryStore(1 << 20)
     kv = other_shape(kv_of(KEPT[1], "tenant/private"))
     kept.put(kv.key, kv)
@@ -182,7 +184,7 @@ def test_what_lies_in_memory_is_checked_as_what_is_stored(loader: Make) -> None:
     assert failure(one, KEPT).blocks == (1,)
 
 
-def test_a_block_that_may_be_stored_by_now_is_taken_from_memory_meanwhile(loader: Make) -> None:
+def test_storable_blocks_are_read_from_memory_first(loader: Make) -> None:
     store = Scripted()
     assert len(loader(store, kept=filled(MemoryStore(1 << 20))).start(BLOCKS).result()) == 3
     assert store.asked == []
@@ -191,7 +193,7 @@ def test_a_block_that_may_be_stored_by_now_is_taken_from_memory_meanwhile(loader
 # -- what cannot be loaded -------------------------------------------------------------------------
 
 
-def test_a_missing_block_is_named_by_its_place(loader: Make) -> None:
+def test_the_error_for_a_missing_block_names_its_index(loader: Make) -> None:
     store = filled(MemoryStore(1 << 20))
     store.delete(BLOCKS[1].key)
     one = loader(store)
@@ -232,7 +234,9 @@ def other_digest(kv: BlockKV) -> BlockKV:
         (other_digest, "has another block under"),
     ],
 )
-def test_refuses_others(loader: Make, changed: Callable[[BlockKV], BlockKV], why: str) -> None:
+def test_blocks_of_other_models_or_shapes_are_refused(
+    loader: Make, changed: Callable[[BlockKV], BlockKV], why: str
+) -> None:
     bad = changed(kv_of(BLOCKS[1]))
     sound = filled(MemoryStore(1 << 20))
     store = Scripted(lambda key: bad if key == BLOCKS[1].key else sound.get(key))
@@ -257,7 +261,7 @@ def test_damaged_entry_is_reported_by_key(loader: Make, tmp_path: Path) -> None:
     assert len(one.start(BLOCKS).result()) == 3
 
 
-def test_a_sound_entry_that_tenants_share_stands_in_for_a_damaged_one(loader: Make) -> None:
+def test_a_shared_entry_replaces_a_damaged_one(loader: Make) -> None:
     shared = filled(MemoryStore(1 << 20), "shared")
     own = {block.key for block in BLOCKS}
     store = Scripted(lambda key: CorruptEntryError("bad") if key in own else shared.get(key))
@@ -265,7 +269,9 @@ def test_a_sound_entry_that_tenants_share_stands_in_for_a_damaged_one(loader: Ma
 
 
 @pytest.mark.parametrize("error", [StoreError("the disk is away"), RuntimeError("a mistake")])
-def test_error_fails_load(loader: Make, error: Exception, caplog: pytest.LogCaptureFixture) -> None:
+def test_unexpected_errors_fail_the_load(
+    loader: Make, error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
     sound = filled(MemoryStore(1 << 20))
     errors: list[Exception] = [error]
 
@@ -285,17 +291,17 @@ def test_error_fails_load(loader: Make, error: Exception, caplog: pytest.LogCapt
     assert told(one) == (1, 1, 0)
 
 
-def test_a_store_error_of_one_entry_is_no_damage(loader: Make) -> None:
+def test_a_store_error_is_not_reported_as_damage(loader: Make) -> None:
     store = Scripted(lambda _: StoreError("no answer"))
     error = failure(loader(store))
     assert "no answer" in str(error)
     assert error.damaged == ()
 
 
-# -- deadlines and bounds --------------------------------------------------------------------------
+# -- deadlines and limits --------------------------------------------------------------------------
 
 
-def test_loads_end_by_their_deadline_though_the_store_hangs(loader: Make) -> None:
+def test_loads_end_at_the_deadline_if_the_store_hangs(loader: Make) -> None:
     store = Scripted()
     filled(store)
     store.go.clear()
@@ -306,12 +312,12 @@ def test_loads_end_by_their_deadline_though_the_store_hangs(loader: Make) -> Non
     assert all("deadline" in str(error) for error in errors)
     assert told(one) == (0, 6, 0)
     store.go.set()
-    assert len(store.asked) <= 2, "no thread is given to reads that nobody waits for"
+    assert len(store.asked) <= 2, "expected no read without a waiting load"
     one._deadline_s = LONGEST_S
     assert len(one.start(BLOCKS).result()) == 3
 
 
-def test_more_loads_than_may_wait_fail_at_once(loader: Make) -> None:
+def test_loads_beyond_the_queue_limit_fail_immediately(loader: Make) -> None:
     store = Scripted()
     filled(store)
     store.go.clear()
@@ -326,7 +332,7 @@ def test_more_loads_than_may_wait_fail_at_once(loader: Make) -> None:
     assert told(one) == (3, 1, 0)
 
 
-def test_a_closed_loader_begins_no_load_and_ends_those_that_go_on(loader: Make) -> None:
+def test_closing_a_loader_ends_running_loads_and_refuses_new_ones(loader: Make) -> None:
     store = Scripted()
     filled(store)
     store.go.clear()
@@ -341,6 +347,6 @@ def test_a_closed_loader_begins_no_load_and_ends_those_that_go_on(loader: Make) 
 
 
 @pytest.mark.parametrize("options", [{"deadline_s": 0}, {"threads": 0}, {"most_waiting": 0}])
-def test_numbers_that_are_not_positive_are_refused(options: dict[str, float]) -> None:
+def test_non_positive_settings_are_refused(options: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=r"positive|at least one|greater than 0"):
         BlockLoader(MemoryStore(1), PROFILE, WHOLE, **options)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Chats of OpenAI clients: their bodies as prompts of blocks, and reports in their answers."""
+"""Requests of OpenAI clients: conversion to block prompts, and reports in the answers."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def rendered(value: Any, prompts: Prompts = PROMPTS) -> TokenPrompt:
     return prompts.token_ids(prompts.chat(body, [], {}), body.options.mode)
 
 
-def test_documents_give_the_tokens_and_cuts_of_a_prompt_in_process() -> None:
+def test_documents_give_the_same_blocks_as_a_prompt_in_process() -> None:
     passages = [Passage(one.get("title", ""), one["text"]) for one in DOCUMENTS]
     expected = BlockTokenizer(TOKENIZER).prompt_ids(CHAT.prompt(QUESTION, passages, TOKENIZER))
     body = {"messages": [user(QUESTION)], "documents": DOCUMENTS}
@@ -64,7 +64,7 @@ def test_documents_give_the_tokens_and_cuts_of_a_prompt_in_process() -> None:
     assert full == TokenPrompt(expected.flat)
 
 
-def test_completions_have_the_tokens_of_a_prompt_in_process() -> None:
+def test_completions_give_the_same_tokens_as_a_prompt_in_process() -> None:
     body = CompletionBody.from_dict(
         {"prompt": f"A <|end|> {wrap('One.')} B", "documents": DOCUMENTS}
     )
@@ -76,12 +76,12 @@ def test_completions_have_the_tokens_of_a_prompt_in_process() -> None:
     assert found.lengths == tuple(map(len, expected.context))
     assert END not in found.token_ids
     assert [*found.keep] == [STORED, STORED, PRIVATE, STORED]
-    assert found.fixed == (2,)  # no passage, so its tokens are never recomputed
+    assert found.fixed == (2,)  # not a passage, so never recomputed
     assert body.passages == [*texts, "One."]
 
 
 @pytest.mark.parametrize("prompt", [None, 5, ["a", "b"], [1, 2]])
-def test_a_completion_needs_one_string(prompt: Any) -> None:
+def test_a_completion_prompt_must_be_one_string(prompt: Any) -> None:
     with pytest.raises(ProtocolError, match="prompt should be a string"):
         CompletionBody.from_dict({"prompt": prompt, "documents": DOCUMENTS})
 
@@ -128,7 +128,7 @@ def test_all_parts_of_a_message_except_the_last_are_passages(role: str) -> None:
         (user(text(" ", "Two.")), {"parts": "passages"}),
     ],
 )
-def test_other_texts_are_no_passages(message: Any, options: dict[str, str]) -> None:
+def test_other_texts_are_not_passages(message: Any, options: dict[str, str]) -> None:
     body = ChatBody.from_dict({"messages": [message], "blockattn": options})
     assert not body.passages
 
@@ -168,7 +168,7 @@ def test_passages_that_an_earlier_answer_quotes_are_not_recognized() -> None:
     assert prompt.final.count(known) == 3
 
 
-def test_calls_and_results_of_tools_are_rendered_as_in_process() -> None:
+def test_tool_calls_and_results_are_rendered_as_in_process() -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = (
         "{% for tool in tools %}{{ tool | tojson }}{% endfor %}{% for m in messages %}"
@@ -273,7 +273,7 @@ BODY: st.SearchStrategy[Any] = st.fixed_dictionaries(
 
 @settings(max_examples=400, deadline=None)
 @given(BODY | JSON)
-def test_no_body_fails_in_another_way(value: Any) -> None:
+def test_invalid_bodies_only_raise_request_errors(value: Any) -> None:
     with suppress(ProtocolError):
         assert rendered(value).token_ids
 
@@ -294,7 +294,7 @@ def report(lengths: tuple[int, ...] = LENGTHS) -> ChatReport:
     return ChatReport(TokenPrompt([1] * 15, lengths), RecipeOutline("head:4"))
 
 
-def test_the_report_replaces_what_is_internal_in_an_answer() -> None:
+def test_the_report_replaces_internal_fields_of_the_answer() -> None:
     usage = {"prompt_tokens": 15, "prompt_tokens_details": {"cached_tokens": 12}}
     data = {"choices": [{}], "kv_transfer_params": PARAMS, "usage": usage}
     answer = report().answer(SimpleNamespace(model_dump=lambda: data))
@@ -305,7 +305,7 @@ def test_the_report_replaces_what_is_internal_in_an_answer() -> None:
     }
 
 
-def test_the_report_says_why_recognized_passages_are_not_reused() -> None:
+def test_the_report_explains_why_recognized_passages_are_not_reused() -> None:
     shaped = ChatReport(None, RecipeOutline("head:4"), reason="the store is down")
     answer = shaped.answer(SimpleNamespace(model_dump=lambda: {"usage": {}}))
     assert answer["blockattn"] == {"mode": "full", "reason": "the store is down"}
@@ -329,7 +329,7 @@ def event(data: Mapping[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("lengths", [LENGTHS, ()])
-def test_the_report_is_in_the_event_that_ends_a_streamed_answer(lengths: tuple[int, ...]) -> None:
+def test_the_report_is_in_the_last_event_of_a_stream(lengths: tuple[int, ...]) -> None:
     said = {"choices": [{"delta": {"content": '"finish_reason":"'}, "finish_reason": None}]}
     choices = [{"delta": {}, "finish_reason": "stop"}]
     end = {"choices": choices, **({"kv_transfer_params": PARAMS} if lengths else {})}

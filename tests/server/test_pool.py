@@ -1,4 +1,4 @@
-"""``ServerPool``: several servers share the encoding of passages, and a journal records it."""
+"""``ServerPool`` distributes passages over several servers and records them in a journal."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ INFO = ServerInfo(
 
 
 class StubServer:
-    """A server over a set of texts, which may be shared.
+    """Server that stores texts in a set, which several servers may share.
 
     Args:
-        before: Called before each request is answered, with their number. May block or raise.
+        before: Called with the number of sent texts before each answer. May block or raise.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ def _one_passage_per_request(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool, "_BATCH_PASSAGES", 1)
 
 
-def test_servers_share_the_passages() -> None:
+def test_passages_are_distributed_over_the_servers() -> None:
     store, second_answers = set[str](), threading.Event()
     servers = [
         StubServer("a", store, before=lambda sent: sent > 1 and second_answers.wait(60)),
@@ -98,7 +98,7 @@ def test_servers_share_the_passages() -> None:
     assert ticks[-1] == (sum(map(len, TEXTS)),) * 2
 
 
-def test_passages_of_a_stopped_server_go_to_another_server() -> None:
+def test_passages_of_a_stopped_server_are_sent_to_another_one() -> None:
     store = set[str]()
     first = StubServer("a", store)
     first._before = lambda _: first.stop()
@@ -126,7 +126,7 @@ def test_a_server_that_recovers_is_used_again(monkeypatch: pytest.MonkeyPatch) -
     assert store == {*TEXTS}
 
 
-def test_a_server_that_is_absent_at_the_start_is_left_out() -> None:
+def test_a_server_that_is_unreachable_at_the_start_is_skipped() -> None:
     store = set[str]()
     absent, present = StubServer("a", store), StubServer("b", store)
     absent.stop()
@@ -136,7 +136,7 @@ def test_a_server_that_is_absent_at_the_start_is_left_out() -> None:
     assert absent.sent == []
 
 
-def test_an_error_on_every_server_ends_the_run() -> None:
+def test_a_passage_that_fails_on_every_server_ends_the_run() -> None:
     def fail(_: int) -> None:
         raise ServingError("The store is full")
 
@@ -146,7 +146,7 @@ def test_an_error_on_every_server_ends_the_run() -> None:
     assert servers[0].sent == servers[1].sent == TEXTS[:1]
 
 
-def test_a_request_is_sent_to_a_server_once() -> None:
+def test_a_request_is_sent_to_each_server_at_most_once() -> None:
     def fail(sent: int) -> None:
         if sent > 1:
             pytest.fail("The request was sent to the same server again")
@@ -196,7 +196,7 @@ def test_servers_with_different_stores_are_refused() -> None:
         ServerPool(servers).encode(TEXTS * 2)
 
 
-def test_no_servers_are_refused() -> None:
+def test_an_empty_list_of_servers_is_refused() -> None:
     with pytest.raises(ValueError, match="Expected one or several servers, found none"):
         ServerPool([])
 
@@ -243,14 +243,14 @@ def test_passages_of_another_model_are_not_skipped(tmp_path: Path) -> None:
     assert ServerPool([other], tmp_path).encode(TEXTS).computed == 20
 
 
-def test_a_line_that_was_cut_off_is_ignored(tmp_path: Path) -> None:
+def test_an_incomplete_line_is_ignored(tmp_path: Path) -> None:
     ServerPool([StubServer("a", set())], tmp_path).encode(TEXTS)
     (path,) = tmp_path.iterdir()
     path.write_text(path.read_text()[:-20])
     assert ServerPool([StubServer("b", set())], tmp_path).encode(TEXTS).computed == 1
 
 
-def test_a_removed_journal_leaves_other_files(tmp_path: Path) -> None:
+def test_removing_the_journal_keeps_other_files(tmp_path: Path) -> None:
     servers = ServerPool([StubServer("a", set())], tmp_path / "journal")
     servers.encode(TEXTS[:1])
     servers.remove_journal()

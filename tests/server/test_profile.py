@@ -1,4 +1,4 @@
-"""Profiles of models, and of checkpoints whose weights are not loaded."""
+"""Profiles of loaded models, and of checkpoints whose weights are not loaded."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_profile_computes_bytes_and_layouts() -> None:
     assert profile.num_layers == 2
     assert profile.bytes_per_token == 2 * (2 * (8 + 6) + 1 * (8 + 8))
     assert profile.block_bytes(5) == 5 * profile.bytes_per_token
-    scales = 2 * (8 + 5) + 1 * (8 + 5)  # of each head: one for a channel of keys, and for a token
+    scales = 2 * (8 + 5) + 1 * (8 + 5)  # per head: one per key channel and token
     assert profile.block_bytes(5, "int8") == 5 * profile.bytes_per_token // 2 + 4 * scales
 
 
@@ -58,14 +58,14 @@ def test_a_profile_computes_bytes_and_layouts() -> None:
 
 
 def encoded_outlines(model: BlockModel) -> Iterator[tuple[int, int, int]]:
-    """Heads, key size and value size of each layer of a block that the model encodes."""
+    """Return heads, key size and value size of each layer, from a block encoded by the model."""
     [[kv]] = model.encode([EncodeRequest([1, 2, 3], "digest", "handle")])
     for keys, values in zip(kv.keys, kv.values, strict=True):
         yield keys.shape[0], keys.shape[2], values.shape[2]
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "smollm3", "glm"])
-def test_a_profile_tells_shapes_and_rotations_of_what_the_model_encodes(family: str) -> None:
+def test_a_profile_has_the_shapes_and_rotations_of_encoded_blocks(family: str) -> None:
     layers = {"smollm3": {"num_hidden_layers": 4, "no_rope_layer_interval": 4}}.get(family, {})
     model = BlockModel(tiny_model(family, **layers), tiny_tokenizer())
     profile = profile_of(model)
@@ -83,18 +83,18 @@ def test_a_profile_tells_shapes_and_rotations_of_what_the_model_encodes(family: 
     assert not profile.block_tuned
 
 
-def test_layers_that_share_keys_and_values_count_as_layers() -> None:
+def test_layers_with_shared_keys_and_values_are_counted() -> None:
     model = BlockModel(tiny_model("gemma4_text", **SHARED), tiny_tokenizer())
     listed = profile_of(model)
     assert (listed.hidden_layers, listed.num_layers) == (5, 3)
-    # transformers 5.19 leaves them out of its caches.
+    # transformers 5.19 omits them from its caches.
     other = BlockModel(tiny_model("gemma4_text", **SHARED), tiny_tokenizer())
     other.profile = replace(other.profile, kinds=other.profile.kinds[:3])
     assert profile_of(other) == listed
 
 
-def test_a_server_recomputes_nothing_for_layers_that_are_not_listed(tmp_path: Path) -> None:
-    """Even if all listed layers have full attention."""
+def test_models_with_shared_layers_cannot_recompute_on_servers(tmp_path: Path) -> None:
+    """This holds even if all listed layers have full attention."""
     full = {**SHARED, "layer_types": ["full_attention"] * 5, "global_head_dim": 8}
     tiny_model("gemma4_text", **full).save_pretrained(tmp_path)
     tiny_tokenizer().save_pretrained(tmp_path)
@@ -104,7 +104,7 @@ def test_a_server_recomputes_nothing_for_layers_that_are_not_listed(tmp_path: Pa
     assert not can_recompute(model)
 
 
-def test_a_profile_tells_the_sink_and_its_tokens() -> None:
+def test_a_profile_has_the_sink_and_its_tokens() -> None:
     model = BlockModel(shared_tiny_llama(), tiny_tokenizer())
     profile = profile_of(model, Recipe("head:4"))
     assert (profile.sink, [*profile.sink_ids]) == ("head:4", sink_ids("head:4", model.tokenizer))
@@ -118,12 +118,12 @@ def test_a_profile_counts_the_tokens_to_recompute() -> None:
     profile = profile_of(model, recipe)
     assert profile.recipe == recipe.outline
     plan = BlockPlan("complete", (5, 10, 20, 40))
-    assert profile.recomputed_tokens(plan) == 35  # none of the first block
+    assert profile.recomputed_tokens(plan) == 35  # all blocks except the first
     assert profile.recomputed_tokens(replace(plan, fixed=(1, 3))) == 10
     assert profile_of(model).recomputed_tokens(plan) == 0
 
 
-def test_a_recipe_of_another_model_or_that_no_server_applies_has_no_profile() -> None:
+def test_unsupported_recipes_are_refused() -> None:
     model = BlockModel(shared_tiny_llama(), tiny_tokenizer())
     other = BlockModel(tiny_model("llama", num_hidden_layers=1), tiny_tokenizer())
     with pytest.raises(ValueError, match=r"belongs to .* with the fingerprint"):
@@ -132,7 +132,7 @@ def test_a_recipe_of_another_model_or_that_no_server_applies_has_no_profile() ->
         profile_of(model, Recipe(positions="composite"))
 
 
-def test_a_rare_number_type_is_refused() -> None:
+def test_unsupported_dtypes_are_refused() -> None:
     model = BlockModel(shared_tiny_llama(), tiny_tokenizer())
     model.fingerprint  # noqa: B018 - measures the model; what follows pretends that it saw more
     model.profile = replace(model.profile, token_outline=((2, 8, torch.float8_e4m3fn),) * 6)
@@ -156,13 +156,15 @@ def save(model: Any, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_checkpoint_has_the_profile_of_the_loaded_model(saved: Path, dtype: torch.dtype) -> None:
+def test_the_profile_of_a_checkpoint_equals_that_of_the_loaded_model(
+    saved: Path, dtype: torch.dtype
+) -> None:
     model = BlockModel.from_pretrained(saved, device="cpu", dtype=dtype)
     recipe = recipe_of(model)
     assert profile_of(CheckpointModel(saved, dtype), recipe) == profile_of(model, recipe)
 
 
-def test_a_checkpoint_s_weights_are_not_loaded(
+def test_the_weights_of_a_checkpoint_are_not_loaded(
     saved: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object, **__: object) -> None:
@@ -172,7 +174,7 @@ def test_a_checkpoint_s_weights_are_not_loaded(
     assert profile_of(CheckpointModel(saved, torch.float32)).num_layers == 7
 
 
-def test_the_bundled_model_has_one_fingerprint() -> None:
+def test_the_bundled_model_has_the_same_fingerprint_as_a_checkpoint() -> None:
     model = BlockModel.from_pretrained("bundled", device="cpu", dtype="float32")
     assert profile_of(CheckpointModel("bundled", torch.float32)) == profile_of(model)
 

@@ -1,4 +1,4 @@
-"""Messages between client and server: parsed as they were written, and refused with a reason."""
+"""Messages between client and server: round trips, and refusals with a reason."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SECRET = "of this server alone"
 
 
 def asked(**fields: Any) -> dict[str, Any]:
-    """Parameters of a request; a field of None is left out."""
+    """Return the parameters of a request, without fields that are None."""
     told = {"v": 2, "op": "complete", "lengths": [3, 2], **fields}
     return {"blockattn": {name: value for name, value in told.items() if value is not None}}
 
@@ -56,14 +56,14 @@ nearly = st.fixed_dictionaries(
 # -- plans -----------------------------------------------------------------------------------------
 
 
-def test_a_plan_is_read_as_it_was_told() -> None:
+def test_plans_survive_a_round_trip() -> None:
     plan = BlockPlan("complete", (3, 2))
     assert parse_plan(json.loads(json.dumps(plan.to_dict())), 6) == plan
     assert plan.context_tokens == 5
     assert plan.to_dict() == {"blockattn": {"v": 2, "op": "complete", "lengths": [3, 2]}}
 
 
-def test_a_plan_names_where_blocks_may_be_kept_unless_all_are_private() -> None:
+def test_plans_list_where_blocks_are_kept_unless_all_are_private() -> None:
     plan = BlockPlan("complete", (3, 2), keep=(IN_MEMORY, PRIVATE))
     told = plan.to_dict()["blockattn"]
     keep = [[False, False], [True, False]]
@@ -83,7 +83,7 @@ _OF_TENANTS = (
 
 
 @pytest.mark.parametrize("params", [None, {}, {"do_remote_prefill": True}])
-def test_parameters_of_others_hold_no_plan(params: Any) -> None:
+def test_parameters_of_other_connectors_contain_no_plan(params: Any) -> None:
     assert parse_plan(params, 6) is None
 
 
@@ -115,7 +115,7 @@ def test_parameters_of_others_hold_no_plan(params: Any) -> None:
         (asked(namespace="../a", mac="0" * 64), "A namespace consists of"),
     ],
 )  # fmt: skip
-def test_what_is_not_as_the_protocol_has_it_is_refused_with_a_reason(params: Any, why: str) -> None:
+def test_invalid_parameters_are_refused_with_a_reason(params: Any, why: str) -> None:
     with pytest.raises(ProtocolError, match=why) as caught:
         parse_plan(params, 6, secret=SECRET if why in _OF_TENANTS else None)
     assert len(str(caught.value)) < 400
@@ -124,7 +124,7 @@ def test_what_is_not_as_the_protocol_has_it_is_refused_with_a_reason(params: Any
 
 
 @given(st.dictionaries(st.just("blockattn") | names, nearly | anything) | anything)
-def test_whatever_a_client_sends_it_is_a_plan_within_bounds_or_refused(params: Any) -> None:
+def test_any_parameters_give_a_plan_within_limits_or_an_error(params: Any) -> None:
     try:
         plan = parse_plan(params, 6, namespace="own")
     except ProtocolError:
@@ -132,7 +132,7 @@ def test_whatever_a_client_sends_it_is_a_plan_within_bounds_or_refused(params: A
     if plan is None:
         assert params is None or "blockattn" not in params
         return
-    assert plan.namespace == "own", "no client names its namespace"
+    assert plan.namespace == "own", "expected clients not to choose their namespace"
     assert all(type(n) is int and n >= 1 for n in plan.lengths)
     least, most = (1, 1) if plan.op == "encode" else (0, MOST_BLOCKS)
     assert least <= len(plan.lengths) <= most
@@ -143,7 +143,7 @@ def test_whatever_a_client_sends_it_is_a_plan_within_bounds_or_refused(params: A
 # -- namespaces ------------------------------------------------------------------------------------
 
 
-def test_a_signed_plan_names_its_namespace() -> None:
+def test_a_signed_plan_contains_its_namespace() -> None:
     plan = BlockPlan("complete", (3, 2), "tenant-1")
     params = plan.to_dict(SECRET)
     assert parse_plan(params, 6, secret=SECRET, namespace="own") == plan
@@ -152,7 +152,7 @@ def test_a_signed_plan_names_its_namespace() -> None:
             parse_plan(params, 6, secret=secret)
 
 
-def test_a_plan_of_a_server_without_tenants_has_its_namespace() -> None:
+def test_plans_of_servers_without_tenants_use_the_default_namespace() -> None:
     plan = parse_plan(BlockPlan("complete", (3, 2), "tenant-1").to_dict(), 6, namespace="own")
     assert plan == BlockPlan("complete", (3, 2), "own")
 
@@ -186,13 +186,13 @@ SERVED = ServedBlocks(
 )
 
 
-def test_an_answer_is_read_as_it_was_told() -> None:
+def test_answers_survive_a_round_trip() -> None:
     told = json.loads(json.dumps(SERVED.to_dict()))
     assert ServedBlocks.from_dict(told) == SERVED
     assert ServedBlocks.from_dict({**told, "another_connector": {}}) == SERVED
 
 
-def test_counts_of_an_answer_follow_from_its_blocks() -> None:
+def test_counts_of_an_answer_are_computed_from_its_blocks() -> None:
     counts = {"hits": 2, "misses": 1, "reused_tokens": 430, "computed_tokens": 70}
     assert SERVED.reuse((400, 37, 20), 500) == counts
 
@@ -265,7 +265,7 @@ def test_invalid_encode_bodies_are_refused(body: Any, expected: str) -> None:
         EncodeBody.from_dict(body)
 
 
-def test_only_the_first_of_many_errors_is_collected() -> None:
+def test_only_the_first_of_many_errors_is_reported() -> None:
     with pytest.raises(ValueError) as refused:
         EncodeBody(texts=[5] * 200)  # type: ignore[arg-type]
     assert refused.value.error_count() <= 3  # type: ignore[attr-defined]
@@ -292,7 +292,7 @@ def test_a_missing_field_is_refused(message: Any) -> None:
             type(message).from_dict(fields)
 
 
-def test_a_marker_key_has_a_name_that_does_not_reveal_it() -> None:
+def test_the_identifier_of_a_marker_key_does_not_reveal_it() -> None:
     name = marker_key_id()
     assert name == marker_key_id()
     assert len(name) == 16

@@ -1,4 +1,4 @@
-"""Prompts of the OpenAI route have the tokens and blocks of the adapters' prompts in process."""
+"""Prompts of the OpenAI route have the same tokens and blocks as those of the local adapters."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def chat_of(name: str) -> ChatBlockAttention:
 
 
 def conversation(draw: random.Random, with_tools: bool) -> list[BaseMessage]:
-    """Messages with passages, earlier turns, calls and results, in ordinary and hostile texts."""
+    """Generate messages with passages, earlier turns, calls and results, some of them hostile."""
 
     def text() -> str:
         words = draw.choice(("Halden Tower is 214 m.", "How tall?", " a\n\n b ", "Ünï 🙂"))
@@ -66,7 +66,7 @@ def conversation(draw: random.Random, with_tools: bool) -> list[BaseMessage]:
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_the_route_makes_the_prompts_of_the_adapter(name: str) -> None:
+def test_the_route_builds_the_same_prompts_as_the_adapter(name: str) -> None:
     chat = chat_of(name)
     tokenizer = chat.source.tokenizer.tokenizer
     assert tool_template(tokenizer) is not None

@@ -1,4 +1,4 @@
-"""Shares: what ranks read of blocks is all of them together, bit by bit, checked as it is read."""
+"""Shares: together, ranks read complete blocks, bit for bit, with all checksums verified."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NAMES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.
 
 
 def profile_of_block(kv: BlockKV) -> ModelProfile:
-    """The profile of a model that computes such blocks."""
+    """Return the profile of a model that computes blocks like this one."""
     dtype = kv.token_outline[0][2]
     return ModelProfile(
         fingerprint="f" * 64,
@@ -51,7 +51,7 @@ def profile_of_block(kv: BlockKV) -> ModelProfile:
 
 
 def put_together(whole: BlockKV, parts: Sequence[tuple[Share, BlockKV]]) -> BlockKV:
-    """The block that ranks hold parts of; heads that several hold are taken from the last one."""
+    """Combine the parts of all ranks. Heads that several ranks have come from the last one."""
     layers: list[list[Tensor]] = [
         [torch.zeros_like(t) for t in whole.tensors(layer)] for layer in range(whole.num_layers)
     ]
@@ -64,7 +64,7 @@ def put_together(whole: BlockKV, parts: Sequence[tuple[Share, BlockKV]]) -> Bloc
 
 
 def shares_of(profile: ModelProfile, ranks: int, stages: int) -> list[Share]:
-    """Of each tensor-parallel rank of each pipeline stage."""
+    """Return the share of each tensor-parallel rank of each pipeline stage."""
     count = profile.num_layers
     cuts = [stage * count // stages for stage in range(stages + 1)]
     return [
@@ -85,7 +85,7 @@ def homes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, KVStore]:
     }
 
 
-# -- which share -----------------------------------------------------------------------------------
+# -- assignment of shares --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -97,20 +97,20 @@ def homes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, KVStore]:
         (1, 2, [range(1), range(1)]),
     ],
 )
-def test_ranks_share_out_heads_as_engines_do(heads: int, ranks: int, expected: list[range]) -> None:
+def test_heads_are_split_as_in_engines(heads: int, ranks: int, expected: list[range]) -> None:
     profile = make_profile(heads=(heads, heads))
     found = [Share.of(profile, rank, ranks) for rank in range(ranks)]
     assert [share.heads for share in found] == [(own, own) for own in expected]
     assert [share.is_whole(profile) for share in found] == [heads == 1 or ranks == 1] * ranks
 
 
-def test_layers_of_differing_heads_are_shared_out_each_for_itself() -> None:
+def test_layers_with_different_numbers_of_heads_are_split_individually() -> None:
     profile = make_profile(heads=(4, 2, 1))
     assert Share.of(profile, 1, 2).heads == (range(2, 4), range(1, 2), range(1))
     assert Share.of(profile, 1, 2, range(1, 3)) == Share(range(1, 3), (range(1, 2), range(1)))
 
 
-def test_shares_that_differ_have_names_that_differ() -> None:
+def test_different_shares_have_different_names() -> None:
     even, odd = make_profile(heads=(4, 4)), make_profile(heads=(4, 2))
     shares = [
         Share.of(profile, rank, ranks, layers)
@@ -128,7 +128,7 @@ def test_layers_that_the_model_does_not_have_are_refused(layers: range) -> None:
         Share.of(make_profile(), 0, 1, layers)
 
 
-def test_a_rank_that_does_not_exist_is_refused() -> None:
+def test_invalid_ranks_are_refused() -> None:
     with pytest.raises(ValueError, match="rank 2 of 2"):
         Share.of(make_profile(), 2, 2)
 
@@ -142,7 +142,9 @@ def test_a_rank_that_does_not_exist_is_refused() -> None:
     st.sampled_from([1, 2, 3]),
 )
 @settings(max_examples=40)
-def test_ranks_read_it_all(homes: dict[str, KVStore], kv: BlockKV, ranks: int, stages: int) -> None:
+def test_all_ranks_together_read_complete_blocks(
+    homes: dict[str, KVStore], kv: BlockKV, ranks: int, stages: int
+) -> None:
     profile = profile_of_block(kv)
     for home in homes.values():
         home.put(kv.key, kv)
@@ -174,14 +176,14 @@ KV = make_kv(tokens=40)
 SECOND = Share.of(PROFILE, 1, 2)
 
 
-def test_a_whole_share_is_the_home_itself(home: KVStore) -> None:
+def test_the_share_of_a_single_rank_is_the_store_itself(home: KVStore) -> None:
     assert open_share(home, Share.of(PROFILE), PROFILE) is home
     store = open_share(home, SECOND, PROFILE)
     assert isinstance(store, ShareStore)
     assert store.home is home
 
 
-def test_a_share_of_the_home_is_looked_for_as_in_the_home(home: KVStore) -> None:
+def test_shares_are_looked_up_like_entries_of_the_store(home: KVStore) -> None:
     store = ShareStore(home, SECOND, PROFILE)
     assert isinstance(store, KVStore)
     assert (store.get(KV.key), KV.key in store, store.touch(KV.key)) == (None, False, False)
@@ -190,7 +192,7 @@ def test_a_share_of_the_home_is_looked_for_as_in_the_home(home: KVStore) -> None
     assert store.stats() == home.stats()
 
 
-def test_a_share_is_only_read(home: KVStore) -> None:
+def test_share_stores_are_read_only(home: KVStore) -> None:
     home.put(KV.key, KV)
     store = ShareStore(home, SECOND, PROFILE)
     with pytest.raises(StoreError, match="it is read-only; use"):
@@ -200,13 +202,13 @@ def test_a_share_is_only_read(home: KVStore) -> None:
     assert KV.key in home
 
 
-def test_a_share_holds_no_more_memory_than_it_tells(home: KVStore) -> None:
+def test_a_share_uses_no_more_memory_than_reported(home: KVStore) -> None:
     home.put(KV.key, KV)
     found = ShareStore(home, SECOND, PROFILE).get(KV.key)
     assert found is not None
     kept = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in found.keys}
     kept |= {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in found.values}
-    ids = 8 * KV.num_tokens  # which are read with the share
+    ids = 8 * KV.num_tokens  # token ids are part of each share
     assert sum(kept.values()) <= found.nbytes + ids == KV.nbytes // 2 + ids
 
 
@@ -221,7 +223,9 @@ def test_a_share_holds_no_more_memory_than_it_tells(home: KVStore) -> None:
     ],
 )
 @pytest.mark.parametrize("quantized", [False, True])
-def test_refuses_other_shapes(home: KVStore, profile: ModelProfile, quantized: bool) -> None:
+def test_blocks_of_other_shapes_are_refused(
+    home: KVStore, profile: ModelProfile, quantized: bool
+) -> None:
     kv = make_kv(tokens=40, quantized=quantized)
     home.put(kv.key, kv)
     store = ShareStore(home, Share.of(profile, 1, 2), profile)
@@ -230,7 +234,7 @@ def test_refuses_other_shapes(home: KVStore, profile: ModelProfile, quantized: b
 
 
 class Counting:
-    """A backend that counts what is asked of it."""
+    """Backend that counts requests."""
 
     def __init__(self, backend: Any) -> None:
         self.backend = backend
@@ -247,7 +251,7 @@ class Counting:
 @pytest.mark.parametrize("quantized", [False, True])
 @pytest.mark.parametrize("more_heads", [0, 1])
 @pytest.mark.parametrize("tokens", [1, 7, 1000])
-def test_share_takes_two_requests(quantized: bool, more_heads: int, tokens: int) -> None:
+def test_a_share_is_read_with_two_requests(quantized: bool, more_heads: int, tokens: int) -> None:
     obstore = pytest.importorskip("obstore.store")
     kv = make_kv(layers=40, heads=8, tokens=tokens, more_heads=more_heads, quantized=quantized)
     profile = profile_of_block(kv)
@@ -260,7 +264,7 @@ def test_share_takes_two_requests(quantized: bool, more_heads: int, tokens: int)
         found = ShareStore(home, share, profile).get(kv.key)
         assert found is not None
         assert same(found, share.cut(kv))
-        assert backend.asked <= (3 if quantized else 2)  # scales are a range of their own
+        assert backend.asked <= (3 if quantized else 2)  # scales need another request
 
 
 # -- damage ----------------------------------------------------------------------------------------
@@ -287,11 +291,13 @@ def flip(folder: DirectoryStore, key: str, byte: int) -> None:
 
 
 @pytest.mark.parametrize("quantized", [False, True])
-def test_reports_damage(ranges: MaintainedStore, folder: DirectoryStore, quantized: bool) -> None:
+def test_damage_is_reported_by_the_rank_that_reads_it(
+    ranges: MaintainedStore, folder: DirectoryStore, quantized: bool
+) -> None:
     kv, other = (make_kv(name, tokens=40, quantized=quantized) for name in ("one", "other"))
     for one in (kv, other):
         ranges.put(one.key, one)
-    flip(folder, kv.key, -1)  # the values of the last head
+    flip(folder, kv.key, -1)  # damages the values of the last head
     first, second = (ShareStore(ranges, Share.of(PROFILE, rank, 2), PROFILE) for rank in (0, 1))
     damaged, sound = second.get_many([kv.key, other.key])
     assert isinstance(damaged, CorruptEntryError)
@@ -315,7 +321,7 @@ def test_every_rank_finds_damaged_ids(ranges: MaintainedStore, folder: Directory
 # -- tiers -----------------------------------------------------------------------------------------
 
 
-def test_rank_keeps_its_share_and_reads_home_once(home: KVStore, tmp_path: Path) -> None:
+def test_a_rank_caches_its_share_and_reads_the_store_once(home: KVStore, tmp_path: Path) -> None:
     home.put(KV.key, KV)
     local = DirectoryStore(tmp_path / "rank-1-of-2")
     tiers = TieredStore("memory:1MiB", local, ShareStore(home, SECOND, PROFILE))
@@ -324,7 +330,7 @@ def test_rank_keeps_its_share_and_reads_home_once(home: KVStore, tmp_path: Path)
         [found] = tiers.get_many([KV.key])
         assert isinstance(found, BlockKV)
         assert same(found, expected)
-        tiers.flush()  # what waits to be written to the disk is answered from there
+        tiers.flush()  # pending writes would otherwise answer reads
     [memory, disk, far] = tiers.tier_stats()
     assert (memory.hits, disk.hits, far.hits) == (1, 0, 1)
     assert (disk.written, far.written) == (1, 0)

@@ -1,4 +1,4 @@
-"""Tool calls of the OpenAI route: calls that a model makes are calls, and quoted ones are text."""
+"""Tool calls of the OpenAI route: calls made by the model are calls, and quoted ones are text."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MADE = [("delete_all", {"now": True})]
 def served(
     form: str, template: str | None = None, **fields: Any
 ) -> tuple[ServedTools, BlockTokenizer]:
-    """Tools of a chat with a model that writes calls in this form, and its tokenizer."""
+    """Return the tools of a chat with a model that uses this call format, and its tokenizer."""
     tokenizer = quoting_model(form, template=template).tokenizer
     tools = ServedTools.of(chat_request([TOOL], **fields), tokenizer.tokenizer)
     assert tools is not None
@@ -40,7 +40,7 @@ def calls_of(calls: Sequence[Any] | None) -> list[tuple[str, Any]]:
 
 
 def said(form: str, spans: list[Span], **fields: Any) -> Any:
-    """Text, calls, finish reason and thoughts of an answer, whole and in chunks of any size."""
+    """Return text, calls, finish reason and thoughts, after checking streams of several sizes."""
     tools, tokenizer = served(form, **fields)
     ids = tokenizer.final_ids(spans, first=False)
     choice = whole_answer(tools, ids)
@@ -60,16 +60,16 @@ def said(form: str, spans: list[Span], **fields: Any) -> Any:
 
 
 @FORM
-def test_quoted_call_is_text(form: str) -> None:
+def test_a_quoted_call_is_text(form: str) -> None:
     assert said(form, quoted(form)) == (quoted(form)[0].text, [], "stop", "")
 
 
 @FORM
-def test_made_call_is_a_call(form: str) -> None:
+def test_a_call_of_the_model_is_made(form: str) -> None:
     assert said(form, called(form)) == ("I do.", MADE, "tool_calls", "")
 
 
-def test_calls_are_found_beside_quoted_ones() -> None:
+def test_calls_next_to_quoted_ones_are_made() -> None:
     spans = [*quoted("hermes"), *called("hermes"), *quoted("hermes")]
     quote = quoted("hermes")[0].text
     assert said("hermes", spans) == (f"{quote}I do.{quote}", MADE, "tool_calls", "")
@@ -124,13 +124,13 @@ def test_token_ids_are_returned_on_request_only(wanted: bool | None) -> None:
 @pytest.mark.parametrize(
     "choice", ["required", Definition(type="function", function={"name": "delete_all"})]
 )
-def test_required_call_is_held_by_a_grammar(choice: Any) -> None:
+def test_a_required_call_is_enforced_by_a_grammar(choice: Any) -> None:
     tools, _ = served("hermes", tool_choice=choice)
     assert "delete_all" in tools.options["structured_outputs"]["grammar"]
     assert tools.options["response_format"] is None
 
 
-def test_free_calls_have_no_grammar() -> None:
+def test_optional_calls_need_no_grammar() -> None:
     tools, _ = served("hermes")
     assert tools.options == {"response_format": None, "structured_outputs": None}
     assert not tools.has_own_grammar

@@ -1,4 +1,4 @@
-"""Bodies of requests: their size and their JSON."""
+"""Validation of request bodies: size and JSON."""
 
 from __future__ import annotations
 

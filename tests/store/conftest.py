@@ -1,4 +1,4 @@
-"""Stores of every kind, on servers that are started once for a process of tests."""
+"""Fixtures: stores of every kind, on servers that are started once per test process."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ _numbers = itertools.count()
 
 @pytest.fixture(scope="session")
 def s3_url() -> Iterator[str]:
-    """The address of an S3 server."""
+    """Address of an S3 server."""
     if not HAS_MOTO:
-        pytest.skip("needs moto[server] and obstore, which the extra `test` installs")
+        pytest.skip("needs moto[server] and obstore from the extra `test`")
     with s3_server() as url:
         yield url
 
 
 @pytest.fixture(scope="session")
 def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of a Redis server."""
+    """Address of a Redis server."""
     if not HAS_REDIS:
         pytest.skip("needs the command redis-server and the package redis")
     with redis_server(tmp_path_factory.mktemp("redis")) as url:
@@ -45,7 +45,7 @@ def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture
 def s3(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The address of an empty store on the S3 server, which the environment names."""
+    """Address of an empty store on the S3 server, which is configured in the environment."""
     for name, value in {**S3_ENVIRONMENT, "AWS_ENDPOINT_URL": s3_url}.items():
         monkeypatch.setenv(name, value)
     return f"s3://{BUCKET}/store-{next(_numbers)}"
@@ -67,7 +67,7 @@ S = TypeVar("S", bound=KVStore, covariant=True)
 
 @dataclass(frozen=True)
 class Raw(Generic[S]):
-    """An empty store of encoded entries, and access to the bytes of an entry by its key."""
+    """An empty store, with access to the encoded bytes of its entries."""
 
     store: S
     read: Callable[[str], bytes]
@@ -130,7 +130,7 @@ def encoded(request: pytest.FixtureRequest, tmp_path: Path) -> Raw[KVStore]:
     ]
 )
 def any_store(request: pytest.FixtureRequest, tmp_path: Path) -> KVStore:
-    """An empty store of each kind in turn."""
+    """An empty store, of each kind in turn."""
     return _open(request, tmp_path)
 
 

@@ -1,5 +1,5 @@
-"""An object store that fails: a server between it and the client that breaks some answers, and many
-readers and writers who use it."""
+"""Fault injection for object stores: a proxy server that breaks some responses, and a campaign of
+many concurrent readers and writers."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ LONGEST_HANG_S = 30.0
 
 
 class FaultyServer(ThreadingHTTPServer):
-    """Passes requests on to an HTTP server; breaks answers by the shares of ``faults``.
+    """Proxy of an HTTP server that injects faults at the given rates.
 
     Args:
-        upstream: the address of the server.
-        faults: how often each fault is made, of all requests; the others are passed on whole.
+        upstream: Address of the server.
+        faults: Share of requests with each fault. Other responses are forwarded unchanged.
     """
 
     daemon_threads = True
@@ -61,12 +61,12 @@ class FaultyServer(ThreadingHTTPServer):
             return fault
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """A client that gave up is no news."""
+        """Ignore clients that disconnect after a timeout."""
 
 
 @contextlib.contextmanager
 def faulty(upstream: str, faults: Mapping[Fault, float], seed: int = 0) -> Iterator[FaultyServer]:
-    """A running ``FaultyServer``; what hangs is let go at the end."""
+    """Run a ``FaultyServer``. Hanging requests are released at the end."""
     server = FaultyServer(upstream, faults, seed)
     thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
     thread.start()
@@ -139,11 +139,11 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.flush()
 
     def log_message(self, format: str, *args: object) -> None:
-        """Nothing: tests print what matters."""
+        """Discard log messages."""
 
 
 def _claimed(asked: str, found: str, nbytes: int) -> str:
-    """A Content-Range that says that the range asked for has come."""
+    """Return a Content-Range that falsely claims to be the requested range."""
     first = int(asked.removeprefix("bytes=").split("-")[0])
     return f"bytes {first}-{first + nbytes - 1}/{found.rpartition('/')[2]}"
 
@@ -158,10 +158,10 @@ def campaign(
     late_s: float,
     seed: int = 0,
 ) -> Counter[str]:
-    """Reads of random blocks while they are written: how many of each outcome.
+    """Read random blocks while they are written. Returns the number of each outcome.
 
-    ``found``, ``absent`` and ``failed`` are allowed; ``wrong`` (not the block that was put) and
-    ``late`` (the call took longer than ``late_s``) are not.
+    ``found``, ``absent`` and ``failed`` are allowed. ``wrong`` (not the block that was put) and
+    ``late`` (a call that took longer than ``late_s``) are errors.
     """
     outcomes: Counter[str] = Counter()
     lock = threading.Lock()

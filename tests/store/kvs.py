@@ -1,4 +1,4 @@
-"""Blocks' KV for the store tests: small, deterministic, of any shape and dtype."""
+"""Small, deterministic KV blocks of any shape and dtype for the store tests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def random_tensor(shape: Sequence[int], dtype: torch.dtype, seed: int) -> Tensor:
-    """Random bytes seen as ``dtype``, as far as they are finite numbers."""
+    """Random bytes interpreted as ``dtype``, with zeros in place of non-finite values."""
     width = dtype.itemsize
     generator = torch.Generator().manual_seed(seed)
     raw = torch.randint(0, 256, (*shape[:-1], shape[-1] * width), generator=generator)
@@ -44,7 +44,7 @@ def make_kv(
     namespace: str = "",
     quantized: bool = False,
 ) -> BlockKV:
-    """KV named ``name``; with ``more_heads``, the last layer's shape differs from the others'."""
+    """Return KV derived from ``name``. ``more_heads``: Additional heads of the last layer."""
     seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "little")
     shapes = [(heads + (more_heads if i == layers - 1 else 0), tokens) for i in range(layers)]
     digest = hashlib.sha256(name.encode()).hexdigest()
@@ -64,7 +64,7 @@ def make_kv(
 
 
 def same(a: BlockKV, b: BlockKV) -> bool:
-    """Equal to the bit, NaNs included."""
+    """Whether two blocks are equal bit for bit, including NaNs."""
     tensors_a, tensors_b = (
         [t for layer in range(kv.num_layers) for t in kv.tensors(layer)] + [kv.token_ids]
         for kv in (a, b)

@@ -1,4 +1,4 @@
-"""Servers on this machine, which the store tests start and stop."""
+"""Local servers that the store tests start and stop."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ S3_ENVIRONMENT = {
 
 @contextlib.contextmanager
 def s3_server() -> Iterator[str]:
-    """An S3 server of moto, with one bucket: its address."""
+    """Run moto's S3 server with one bucket. Yields its address."""
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
@@ -45,7 +45,7 @@ def s3_server() -> Iterator[str]:
 
 @contextlib.contextmanager
 def redis_server(folder: Path, *options: str) -> Iterator[str]:
-    """A Redis server that writes no files: its address."""
+    """Run a Redis server that writes no files. Yields its address."""
     port = free_port()
     command = ["redis-server", "--bind", "127.0.0.1", "--port", str(port), "--dir", str(folder)]
 

@@ -27,9 +27,9 @@ def test_path_opens_a_directory_store(tmp_path: Path, kind: type[str] | type[Pat
     assert opened.path == tmp_path / "kv"
 
 
-def test_cache_without_a_home_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_cache_without_a_home_store_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     pytest.importorskip("redis")
-    open_store("redis://localhost:1/0")  # which is asked for nothing yet
+    open_store("redis://localhost:1/0")  # connects on first use
     assert "is a cache: blocks that it evicts" in caplog.text
     caplog.clear()
     TieredStore("redis://localhost:1/0", "memory:")
@@ -81,7 +81,7 @@ def test_redis_address_opens_a_redis_store(url: str) -> None:
         ("memory:17", 17),
     ],
 )
-def test_memory_address_sets_the_size(spec: str | None, nbytes: int) -> None:
+def test_a_memory_address_sets_the_size(spec: str | None, nbytes: int) -> None:
     opened = open_store(spec)
     assert isinstance(opened, MemoryStore)
     assert opened.max_bytes == nbytes
@@ -160,7 +160,7 @@ def test_path_with_a_colon_is_not_an_address(tmp_path: Path) -> None:
 
 
 def test_endpoint_needs_a_scheme(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("obstore")  # it would panic at the first request
+    pytest.importorskip("obstore")  # without a scheme, it panics at the first request
     monkeypatch.setenv("AWS_ENDPOINT_URL", "me:secret@127.0.0.1:9000")
     expected = "AWS_ENDPOINT_URL is not the address of a server: expected http://"
     with pytest.raises(ValueError, match=expected) as e:

@@ -1,4 +1,4 @@
-"""Stores of bounded size, in memory and on disk: the least recently used entries are evicted."""
+"""Stores with a size limit, in memory and on disk, evict the least recently used entries."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ KINDS: list[type[Bounded]] = [MemoryStore, DirectoryStore]
 
 
 def size_of(kind: type[Bounded], kv: BlockKV = KV[0]) -> int:
-    """What a block takes of a store."""
+    """Return the size of a block in a store."""
     in_memory = kind is MemoryStore
     return kv.nbytes if in_memory else len(encode(kv))
 
@@ -56,7 +56,7 @@ def put(store: Bounded, *numbers: int) -> None:
 
 
 def held(store: Bounded) -> list[int]:
-    """Numbers of the entries, least recently used first."""
+    """Return the numbers of the entries, least recently used first."""
     if isinstance(store, MemoryStore):
         return [KEYS.index(key) for key in store.keys()]  # noqa: SIM118 - a store is no dict
     entries = sorted(store.entries(), key=lambda entry: entry.used_ns)
@@ -64,7 +64,7 @@ def held(store: Bounded) -> list[int]:
 
 
 def grow_old(store: Bounded) -> None:
-    """Let two minutes pass on disk, where uses are not recorded more often."""
+    """Age entries on disk by two minutes, because uses are recorded at most once a minute."""
     if isinstance(store, DirectoryStore):
         for entry in store.entries():
             used_ns = entry.used_ns - 2 * MINUTE_NS
@@ -130,7 +130,7 @@ def test_threads_stay_within_the_limit(kind: type[Bounded], tmp_path: Path) -> N
     with ThreadPoolExecutor(4) as pool:
         for seed in range(0, 16, 4):
             list(pool.map(work, range(seed, seed + 4)))
-            # Not while others write: a listing may count a file that is deleted before it ends.
+            # Checked after the writers, because a listing may count files being deleted.
             stats = store.stats()
             assert stats.total_bytes == stats.entries * size_of(kind) <= 3 * size_of(kind)
     if isinstance(store, DirectoryStore):
@@ -176,7 +176,7 @@ def test_store_evicts_like_an_lru_list(
 # In memory
 
 
-def test_host_store_keeps_copies() -> None:
+def test_a_store_in_host_memory_keeps_copies() -> None:
     for kv in (make_kv(), make_kv(quantized=True)):
         store, host = MemoryStore(1 << 20), MemoryStore(1 << 20, on_host=True)
         for one in (store, host):
@@ -280,7 +280,7 @@ def test_folder_in_place_of_an_entry_is_not_evicted(tmp_path: Path) -> None:
 
 
 class Listed(DirectoryStore):
-    """Lists its entries as they were at some time before."""
+    """Store with an outdated listing of its entries."""
 
     listing: list[StoredEntry]
 
@@ -304,7 +304,7 @@ def test_entry_used_during_eviction_is_kept(listed: Listed) -> None:
     assert KEYS[0] in listed
     put(listed, 0, 2)
     del listed.listing[1]
-    report = shrink(listed, 2 * SIZE - 1)  # all were used meanwhile
+    report = shrink(listed, 2 * SIZE - 1)  # all were used after the listing
     assert (report.left_bytes, report.deleted) == (2 * SIZE, ())
 
 
@@ -320,7 +320,7 @@ def test_large_store_is_listed_rarely(tmp_path: Path, monkeypatch: pytest.Monkey
 
     def look(self: DirectoryStore) -> Iterator[StoredEntry]:
         nonlocal looks
-        looks += 1  # when the first entry is asked for
+        looks += 1  # at the first entry
         yield from entries(self)
 
     monkeypatch.setattr(DirectoryStore, "entries", look)
@@ -330,10 +330,10 @@ def test_large_store_is_listed_rarely(tmp_path: Path, monkeypatch: pytest.Monkey
         store.put(kv.key, kv)
     assert store.stats().total_bytes <= 256 * SIZE
     assert store.stats().entries >= 256 * 63 // 64
-    assert looks <= 400 / 4 + 3  # a 64th of the store is four entries
+    assert looks <= 400 / 4 + 3  # 1/64 of the store is four entries
 
 
-def test_processes_share_one_limit(tmp_path: Path) -> None:
+def test_processes_share_the_limit(tmp_path: Path) -> None:
     writers = [
         PROCESSES.Process(target=fill_bounded, args=(tmp_path, 4 * SIZE, seed)) for seed in range(3)
     ]
@@ -345,12 +345,14 @@ def test_processes_share_one_limit(tmp_path: Path) -> None:
     store = on_disk(tmp_path, 4)
     report = verify(store)
     assert [t.count for t in (report.damaged, report.unread, report.leftovers)] == [0, 0, 0]
-    assert report.total_bytes <= (4 + 2) * SIZE  # each further writer may exceed it by an entry
+    assert report.total_bytes <= (4 + 2) * SIZE  # one entry more per additional writer
     put(store, 0)
     assert store.stats().total_bytes <= 4 * SIZE
 
 
-def test_shrink(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shrink_deletes_the_least_recently_used_entries(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = DirectoryStore(tmp_path)
     put(store, 0, 1, 2, 3)
     report = shrink(store, 2 * SIZE)

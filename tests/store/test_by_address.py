@@ -1,4 +1,4 @@
-"""Engines and adapters that share a store by its address."""
+"""Engines and adapters that share a store through its address."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def model() -> BlockModel:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model that is loaded by its path."""
+    """Folder of a tiny model."""
     path = tmp_path_factory.mktemp("models") / "tiny"
     tiny_model().save_pretrained(path)
     tiny_tokenizer().save_pretrained(path)
@@ -32,7 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["path", "file", "s3"])
-def test_what_one_engine_stores_the_next_one_reuses_and_answers_alike(
+def test_the_next_engine_reuses_stored_blocks_with_the_same_answer(
     model: BlockModel, tmp_path: Path, kind: str, request: pytest.FixtureRequest
 ) -> None:
     match kind:
@@ -51,7 +51,7 @@ def test_what_one_engine_stores_the_next_one_reuses_and_answers_alike(
     assert answers[0].token_ids == answers[1].token_ids
 
 
-def test_the_adapters_share_a_bucket_and_come_back_from_pickles(folder: Path, s3: str) -> None:
+def test_the_adapters_share_a_bucket_and_can_be_pickled(folder: Path, s3: str) -> None:
     transform = BlockKVTransform(model_name=str(folder), kv_store=s3)
     assert transform.to_dict()["store"] == s3
     (_,) = transform([TextNode(text=TEXTS[0])])
@@ -66,7 +66,7 @@ def test_the_adapters_share_a_bucket_and_come_back_from_pickles(folder: Path, s3
     assert chat.engine.store.get(next(iter(llm.engine.store.keys()))) is not None
 
 
-def test_memory_store_is_not_shared_with_other_processes(folder: Path) -> None:
+def test_a_memory_store_is_not_shared_between_processes(folder: Path) -> None:
     transform = BlockKVTransform(model_name=str(folder), kv_store="memory:1MB")
     assert str(transform.to_dict()["store"]).startswith("MemoryStore ")
     with pytest.raises(pickle.PicklingError, match="stores in the memory of this process"):

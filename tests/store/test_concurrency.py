@@ -23,7 +23,7 @@ KV, OTHER = make_kv("first"), make_kv("other")
 
 
 class Source:
-    """Gives blocks when it is let go, and tells when it is asked."""
+    """Read function that signals when it is called, and returns blocks once ``go`` is set."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, ...]] = []
@@ -43,7 +43,7 @@ class Source:
 def start(
     pool: ThreadPoolExecutor, flights: SingleFlight, source: Source
 ) -> Future[list[ReadResult]]:
-    """A read of the first block that is under way."""
+    """Start a read of the first block, and wait until it is running."""
     read = pool.submit(flights.read, [KV.key], source, 10.0)
     assert source.reached.wait(10)
     return read
@@ -96,13 +96,13 @@ def test_exception_of_a_read_is_raised_in_its_own_thread() -> None:
         try:
             (found,) = second.result(10)
             assert isinstance(found, StoreError)
-        except RuntimeError:  # it came after the first had ended, and read itself
+        except RuntimeError:  # it started after the first had ended
             assert len(source.asked) == 2
     source.error = None
     assert flights.read([KV.key], source, 10) == [KV]
 
 
-def test_no_read_joins_a_forgotten_one() -> None:
+def test_reads_do_not_join_a_forgotten_read() -> None:
     flights, source, fresh = SingleFlight(), Source(), Source()
     fresh.go.set()
     with ThreadPoolExecutor() as pool:
@@ -118,7 +118,7 @@ def test_no_read_joins_a_forgotten_one() -> None:
 
 
 class Writer:
-    """Records writes, and holds them back until ``go`` is set."""
+    """Write function that records calls, and blocks until ``go`` is set."""
 
     def __init__(self) -> None:
         self.written: list[BlockKV] = []
@@ -142,7 +142,7 @@ def test_write_queue_refuses_blocks_beyond_its_limit_and_after_close() -> None:
     assert writer.written == [KV]
 
 
-def test_newer_write_of_a_key_runs_after_the_older_one() -> None:
+def test_writes_of_the_same_key_run_in_order() -> None:
     queue, older, newer = WriteQueue(1 << 20), Writer(), Writer()
     newer.go.set()
     assert queue.add(KV.key, KV, older)
@@ -159,7 +159,7 @@ def test_discarding_waits_for_a_running_write() -> None:
     queue, running, queued = WriteQueue(1 << 20), Writer(), Writer()
     assert queue.add(KV.key, KV, running)
     assert running.began.wait(10)
-    assert not queue.discard(OTHER.key, 10)  # does not wait for other keys
+    assert not queue.discard(OTHER.key, 10)  # does not wait for writes of other keys
     assert queue.add(KV.key, OTHER, queued)
     assert queue.discard(KV.key, 0.05)
     with ThreadPoolExecutor(1) as pool:
@@ -173,7 +173,7 @@ def test_discarding_waits_for_a_running_write() -> None:
     assert queued.written == []
 
 
-def test_normal_exit_writes_the_queue(tmp_path: Path) -> None:
+def test_a_normal_exit_completes_queued_writes(tmp_path: Path) -> None:
     code = (
         "import sys, time; from tests.store.kvs import make_kv\n"
         "from blockattn_rag.store import DirectoryStore\n"
@@ -224,11 +224,11 @@ def test_open_breaker_allows_one_call_per_pause(breaker: CircuitBreaker, clock: 
     assert not breaker.allows()
     clock.now += 0.2
     assert [breaker.allows() for _ in range(3)] == [True, False, False]
-    clock.now += 9.9  # the one who tries does not report
+    clock.now += 9.9  # the caller that retries reports no result
     assert not breaker.allows()
     clock.now += 0.2
     assert breaker.allows()
-    assert not breaker.failed()  # it was open before
+    assert not breaker.failed()  # it was already open
     clock.now += 9.9
     assert not breaker.allows()
 

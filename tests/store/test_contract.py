@@ -1,4 +1,4 @@
-"""Behavior that all stores share."""
+"""Behavior that is common to all stores."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_every_dtype_is_preserved(any_store: KVStore, dtype: torch.dtype) -> Non
     assert same(got(any_store, kv.key), kv)
 
 
-def test_absent_key(any_store: KVStore) -> None:
+def test_an_absent_key_returns_none(any_store: KVStore) -> None:
     assert any_store.get(KEYS[0]) is None
     assert KEYS[0] not in any_store
     assert None not in any_store
@@ -66,7 +66,7 @@ def test_get_many_returns_results_in_order(any_store: KVStore) -> None:
     assert any_store.get_many([]) == []
 
 
-def test_touch_and_delete(any_store: KVStore) -> None:
+def test_touch_and_delete_report_whether_the_key_exists(any_store: KVStore) -> None:
     any_store.put(KEYS[0], KVS[0])
     assert KEYS[0] in any_store
     assert any_store.touch(KEYS[0])
@@ -76,7 +76,7 @@ def test_touch_and_delete(any_store: KVStore) -> None:
     assert any_store.get(KEYS[0]) is None
 
 
-def test_put_replaces(any_store: KVStore) -> None:
+def test_put_replaces_an_existing_entry(any_store: KVStore) -> None:
     old, new = make_kv(tokens=3), make_kv(tokens=8)
     assert old.key == new.key
     for kv in (old, new):

@@ -1,4 +1,4 @@
-"""Killed writers, and concurrent writers of the same keys."""
+"""Writers that are killed, and concurrent writers of the same keys."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_killed_writers_leave_no_damaged_entry(tmp_path: Path) -> None:
     killer.join()
     assert killer.exitcode == 0
     store = DirectoryStore(tmp_path)
-    for number in range(10):  # ingesting again completes
+    for number in range(10):  # the next ingestion completes the store
         kv = passage(number)
         store.put(kv.key, kv)
     report = verify(store)
@@ -47,7 +47,7 @@ def test_killed_writer_leaves_old_or_new_entry(tmp_path: Path, step: str) -> Non
     assert not list(store.leftovers())
 
 
-def test_concurrent_writers_of_the_same_keys(tmp_path: Path) -> None:
+def test_concurrent_writers_of_the_same_keys_leave_complete_entries(tmp_path: Path) -> None:
     store = DirectoryStore(tmp_path)
     writers = [
         PROCESSES.Process(target=write_times, args=(tmp_path, filled_with, 10))

@@ -1,4 +1,4 @@
-"""Damaged and foreign entries, in every store that keeps entries outside of the process."""
+"""Damaged and foreign entries in every store that keeps entries outside of the process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DirectoryStore: entries on disk, damage, and errors of the file system."""
+"""DirectoryStore: entries on disk, damage and file system errors."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def store(tmp_path: Path) -> DirectoryStore:
 
 
 def stored(store: DirectoryStore, kv: BlockKV | None = None) -> tuple[str, Path]:
-    """Put one block; its key and its file."""
+    """Put a block. Returns its key and its file."""
     kv = kv or make_kv()
     store.put(kv.key, kv)
     return kv.key, store.entry_path(kv.key)
@@ -47,7 +47,7 @@ def files(store: DirectoryStore) -> list[str]:
     return sorted(str(p.relative_to(store.path)) for p in store.path.rglob("*") if p.is_file())
 
 
-# What is stored
+# Stored entries
 
 
 def test_states_share_one_aligned_buffer(store: DirectoryStore) -> None:
@@ -87,7 +87,7 @@ def test_many_reads_keep_order(store: DirectoryStore, monkeypatch: pytest.Monkey
     read_whole = read_files.read_whole
 
     def meet(file: FileIO) -> torch.Tensor:
-        all_read.wait(LONGEST_S)  # nobody goes on before all three files are read
+        all_read.wait(LONGEST_S)  # continues when all three files have been read
         return read_whole(file)
 
     monkeypatch.setattr(read_files, "read_whole", meet)
@@ -130,7 +130,7 @@ def test_pipe_in_place_of_an_entry_is_damage(store: DirectoryStore, content: byt
     key, path = stored(store)
     path.unlink()
     os.mkfifo(path)
-    writer = os.open(path, os.O_RDWR) if content else None  # with and without a writer
+    writer = os.open(path, os.O_RDWR) if content else None  # a pipe with or without a writer
     try:
         if writer is not None:
             os.write(writer, content)
@@ -146,7 +146,7 @@ def test_pipe_in_place_of_an_entry_is_damage(store: DirectoryStore, content: byt
     assert same(got(store, key), make_kv())
 
 
-def test_broken_link_in_place_of_an_entry(store: DirectoryStore) -> None:
+def test_a_broken_link_in_place_of_an_entry_is_replaced(store: DirectoryStore) -> None:
     key, path = stored(store)
     path.unlink()
     path.symlink_to(path)
@@ -274,7 +274,7 @@ def test_deleted_folder_is_recreated_by_put(store: DirectoryStore) -> None:
 
 
 def test_deleted_mark_is_recreated(store: DirectoryStore) -> None:
-    """As when entries were written while the folder was being deleted."""
+    """The mark may be missing if entries were written while the folder was being deleted."""
     key, _ = stored(store)
     mark = store.path / "format.json"
     for mend in (lambda: stored(store), lambda: DirectoryStore(store.path)):
@@ -322,7 +322,7 @@ def test_listing_and_writing_errors_name_the_folder(
         stored(store)
 
 
-def test_vanished_folder_is_empty(store: DirectoryStore) -> None:
+def test_a_store_whose_folder_was_deleted_is_empty(store: DirectoryStore) -> None:
     keys = sorted(stored(store, make_kv(f"passage {i}"))[0] for i in range(5))
     listed = store.keys()
     first = next(listed)
@@ -330,7 +330,7 @@ def test_vanished_folder_is_empty(store: DirectoryStore) -> None:
     assert [first, *listed] == keys[: 1 + sum(key[:2] == first[:2] for key in keys[1:])]
 
 
-# The disk refuses
+# Write errors
 
 
 def test_interrupted_write_leaves_nothing(store: DirectoryStore) -> None:

@@ -1,4 +1,4 @@
-"""ObjectStore on a server with faults: no block is wrong, and no read exceeds its deadline."""
+"""ObjectStore on a faulty server: no read returns a wrong block or exceeds its deadline."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.store.faults import Fault, campaign, faulty
 from tests.store.kvs import make_kv, same
 
 DEADLINE_S = 2.0
-# A machine that does other work wakes a thread late; a hang lasts 30 s.
+# Allows for threads that wake up late on a busy machine. A hang would take 30 s.
 LATE_S = DEADLINE_S + 4.0
 ALL: dict[Fault, float] = {
     "503": 0.05, "truncated": 0.03, "other bytes": 0.03, "other range": 0.03, "flipped bit": 0.03,
@@ -25,7 +25,7 @@ READS = 128
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Entries of several parts, each of which can fail."""
+    """Split entries into several parts, each of which can fail."""
     monkeypatch.setattr("blockattn_rag.store.object_client._PART_BYTES", 6000)
 
 
@@ -41,7 +41,9 @@ def opened(
 
 
 @pytest.mark.parametrize("fault", ["503", "truncated", "other range", "hangs", "hangs within"])
-def test_fails_in_time(s3: str, s3_url: str, monkeypatch: pytest.MonkeyPatch, fault: Fault) -> None:
+def test_faults_are_reported_before_the_deadline(
+    s3: str, s3_url: str, monkeypatch: pytest.MonkeyPatch, fault: Fault
+) -> None:
     kv = KVS[0]
     ObjectStore(s3).put(kv.key, kv)
     with faulty(s3_url, {fault: 1.0}) as server:
@@ -54,7 +56,9 @@ def test_fails_in_time(s3: str, s3_url: str, monkeypatch: pytest.MonkeyPatch, fa
 
 
 @pytest.mark.parametrize("fault", ["other bytes", "flipped bit"])
-def test_wrong_bytes(s3: str, s3_url: str, monkeypatch: pytest.MonkeyPatch, fault: Fault) -> None:
+def test_wrong_bytes_are_detected(
+    s3: str, s3_url: str, monkeypatch: pytest.MonkeyPatch, fault: Fault
+) -> None:
     kv = KVS[0]
     ObjectStore(s3).put(kv.key, kv)
     with faulty(s3_url, {fault: 1.0}) as server, pytest.raises(StoreError):
@@ -72,7 +76,9 @@ def test_retries_after_a_fault(s3: str, s3_url: str, monkeypatch: pytest.MonkeyP
         assert server.made["503"] > 0
 
 
-def test_faulty_reads_never_wrong(s3: str, s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reads_of_a_faulty_server_are_never_wrong(
+    s3: str, s3_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     whole = ObjectStore(s3)
     for kv in KVS:
         whole.put(kv.key, kv)
@@ -86,7 +92,7 @@ def test_faulty_reads_never_wrong(s3: str, s3_url: str, monkeypatch: pytest.Monk
     assert outcomes["written"] > 0
 
 
-def test_tiers_answer_despite_faults_of_the_home(
+def test_tiers_answer_reads_despite_faults_of_the_home_store(
     s3: str, s3_url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     whole = ObjectStore(s3)

@@ -1,4 +1,4 @@
-"""Lookup of blocks under several keys."""
+"""Look-ups of blocks under several keys."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ QUERIES = [
 
 
 class Entries(dict[str, ReadResult]):
-    """Entries by key, and the keys of each read."""
+    """Mapping of entries that records the keys of each read."""
 
     def __init__(self, *blocks: BlockKV, **others: ReadResult) -> None:
         super().__init__({kv.key: kv for kv in blocks} | others)

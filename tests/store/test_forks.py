@@ -1,4 +1,4 @@
-"""Forked processes: threads of a store that the parent has and the child lacks."""
+"""Forked processes, in which the threads of the parent's stores do not exist."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def passes_in_a_child(work: Callable[[], None]) -> bool:
 
 @pytest.fixture
 def held_reads() -> Iterator[SingleFlight]:
-    """A read of KV is going on in another thread, and does not end while the test runs."""
+    """Single flight with a read of KV in another thread, in progress until the test ends."""
     flights, begun, go = SingleFlight(), threading.Event(), threading.Event()
 
     def read(_keys: object) -> list[None]:

@@ -1,4 +1,4 @@
-"""The bytes of an entry: round trip, golden bytes, damage, and reading without this package."""
+"""The bytes of an entry: round trip, golden bytes, damage, and the documented reader."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def from_bytes(content: bytes | bytearray) -> BlockKV:
 
 
 def documented(name: str) -> Any:
-    """A function that docs/format.md defines."""
+    """Return a function that is defined in docs/format.md."""
     names: dict[str, Any] = {}
     for part in FORMAT_PAGE.read_text().split("```python\n")[1:]:
         exec(part.split("```")[0], names)
@@ -80,7 +80,7 @@ GOLDEN_DATA = bytes.fromhex(
 
 
 def golden_int8() -> BlockKV:
-    """Two heads, two layers, one token, heads of two keys and one value."""
+    """Two layers, two heads, one token, two key channels and one value channel."""
     codes = [torch.tensor([[[n, -n]], [[n + 1, -n - 1]]], dtype=torch.int8) for n in (1, 3)]
     scales = [torch.tensor([[[n, n]], [[n, n]]]) for n in (0.5, 2.0)]
     return BlockKV(
@@ -98,10 +98,10 @@ def golden_int8() -> BlockKV:
 
 GOLDEN_INT8_DATA = bytes.fromhex(
     "0700000000000000"
-    # key scales of both layers and value scales, of head 0 and of head 1
+    # Head 0, then head 1: key scales of both layers, then value scales.
     "0000003f 0000003f 00000040 00000040  000000bf 000000c0"
     "0000003f 0000003f 00000040 00000040  000000bf 000000c0"
-    # keys and values of head 0, keys and values of head 1
+    # Head 0, then head 1: keys, then values.
     "01ff 03fd  65 67  02fe 04fc  66 68"
 )
 
@@ -116,14 +116,14 @@ def test_decode_returns_the_encoded_block(kv: BlockKV) -> None:
             assert torch.equal(actual.view(torch.uint8), expected.view(torch.uint8))
 
 
-def test_golden_entry() -> None:
+def test_the_golden_entry_is_encoded_and_decoded() -> None:
     content = encode(golden_kv())
     assert fields_of(content) == {"__metadata__": GOLDEN_METADATA, **GOLDEN_TENSORS}
     assert content.endswith(GOLDEN_DATA)
     assert same(from_bytes(golden()), golden_kv())
 
 
-def test_golden_int8_entry() -> None:
+def test_the_golden_int8_entry_is_encoded_and_decoded() -> None:
     content = encode(golden_int8())
     end = 8 + int.from_bytes(content[:8], "little")
     assert content[end:] == GOLDEN_INT8_DATA
@@ -246,7 +246,7 @@ def test_foreign_safetensors_file_is_refused() -> None:
 
 
 def resealed(fields: Any, data: bytes = GOLDEN_DATA) -> bytes:
-    """An entry with another header and right checksums, as only a hostile writer makes it."""
+    """Return an entry with a different header and correct checksums, as from an attacker."""
     with contextlib.suppress(AttributeError, KeyError, TypeError):
         about = {name: text for name, text in fields["__metadata__"].items() if name != "header"}
         tensors = {name: field for name, field in fields.items() if name != "__metadata__"}
@@ -267,7 +267,7 @@ def golden(**metadata: Any) -> bytes:
 
 
 def refused(content: bytes, message: str) -> None:
-    """Reading the entry says why it cannot be used; so does its header alone, if that is wrong."""
+    """Check that reading the entry, and reading only its header, raise this error."""
     with pytest.raises(FormatError, match=message):
         from_bytes(content)
     with pytest.raises(FormatError, match=message):
@@ -301,7 +301,7 @@ def test_header_with_other_tensors_is_refused(change: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "spec",
     [
-        KEYS | {"shape": [1, 2] + [9] * 1_000_000},  # the product would take minutes
+        KEYS | {"shape": [1, 2] + [9] * 1_000_000},  # computing the product would take minutes
         KEYS | {"data_offsets": [16, 9999]},
         KEYS | {"data_offsets": [17, 33]},
         KEYS | {"data_offsets": [16]},
@@ -374,7 +374,7 @@ def test_encode_refuses_long_names() -> None:
 
 @pytest.mark.parametrize("name", ["fingerprint", "digest", "handle", "namespace"])
 @pytest.mark.parametrize("value", [["a list"], {"a": 1}, None, 7, True, "\ud800", [[[["deep"]]]]])
-def test_names_other_than_text_are_refused(name: str, value: object) -> None:
+def test_names_that_are_not_text_are_refused(name: str, value: object) -> None:
     refused(golden(**{name: value}), "header cannot be read")
 
 
@@ -388,7 +388,9 @@ def test_oversized_header_is_not_read() -> None:
 @pytest.mark.parametrize("name", ["keys", "values"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e5m2])
 @pytest.mark.parametrize("more_heads", [0, 1])
-def test_refuses_nonfinite(value: float, name: str, dtype: torch.dtype, more_heads: int) -> None:
+def test_non_finite_states_are_refused(
+    value: float, name: str, dtype: torch.dtype, more_heads: int
+) -> None:
     kv = make_kv(dtype=dtype, more_heads=more_heads)
     layers = getattr(kv, name)
     spoilt = layers[-1].float().clone()
@@ -403,7 +405,7 @@ def test_refuses_nonfinite(value: float, name: str, dtype: torch.dtype, more_hea
 
 @pytest.mark.parametrize("scale", [torch.nan, torch.inf, 3e38])
 @pytest.mark.parametrize("of_keys", [True, False])
-def test_refuses_nonfinite_scales(scale: float, of_keys: bool) -> None:
+def test_non_finite_scales_are_refused(scale: float, of_keys: bool) -> None:
     kv = make_kv(quantized=True)
     assert kv.scales is not None
     scales = kv.scales.keys if of_keys else kv.scales.values
@@ -425,7 +427,7 @@ JSON = st.recursive(
     | st.integers()
     | st.integers(0, 50)
     | st.floats()
-    | st.text(st.characters(), max_size=4)  # with halves of surrogate pairs
+    | st.text(st.characters(), max_size=4)  # including lone surrogates
     | st.sampled_from(["F32", "I64", "I8", "int8", "head.0000.keys.00", "token_ids"]),
     lambda inner: st.lists(inner, max_size=5) | st.dictionaries(st.text(max_size=6), inner),
     max_leaves=8,
@@ -433,7 +435,7 @@ JSON = st.recursive(
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Where something stands in a JSON value, but for the start of the header."""
+    """Return the paths of all items in a JSON value, except those needed to recognize an entry."""
     inner = value.items() if isinstance(value, dict) else enumerate(value)
     found = []
     for key, item in inner:
@@ -446,7 +448,7 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 @st.composite
 def mutated(draw: st.DrawFn) -> bytes:
-    """An entry with a right checksum, some places of whose header were changed or dropped."""
+    """Entries with a correct checksum whose headers have changed or missing items."""
     fields = fields_of(golden())
     for _ in range(draw(st.integers(1, 3))):
         *path, last = draw(st.sampled_from(places(fields)))

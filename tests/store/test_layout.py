@@ -1,4 +1,4 @@
-"""Tensors of an entry, and which of them ranks read."""
+"""Layout of the tensors in an entry, and the share of each rank."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ WIDE = LayerShape(4, 8, 8, torch.float32, torch.float32)
 NARROW = LayerShape(2, 16, 4, torch.float32, torch.float32)
 
 
-def test_equal_layers_form_a_group() -> None:
+def test_layers_with_equal_shapes_form_a_group() -> None:
     layout = Layout(3, (WIDE, NARROW, WIDE, WIDE, NARROW))
     assert layout.groups == ((WIDE, (0, 2, 3)), (NARROW, (1, 4)))
     assert len(layout.tensors) == 1 + 2 * 4 + 2 * 2

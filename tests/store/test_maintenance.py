@@ -30,13 +30,13 @@ MANY = [make_kv(f"passage {i}") for i in range(12)]
 KV = MANY[:4]
 KEYS = [kv.key for kv in KV]
 HANDLES = [kv.handle for kv in KV]
-OTHERS = {"0" * 32}  # live handles, but of no block in these stores
+OTHERS = {"0" * 32}  # live handles that match no block in these stores
 TENANTS = ["a", "a/private", "ab", "b"]
 
 
 @pytest.fixture
 def new(maintained: Raw[MaintainedStore]) -> Raw[MaintainedStore]:
-    """Twelve entries, just written, on disk or in a bucket."""
+    """A store of twelve new entries, on disk or in a bucket."""
     for kv in MANY:
         maintained.store.put(kv.key, kv)
     return maintained
@@ -44,7 +44,7 @@ def new(maintained: Raw[MaintainedStore]) -> Raw[MaintainedStore]:
 
 @pytest.fixture
 def store(tmp_path: Path) -> DirectoryStore:
-    """Four entries, written a day ago."""
+    """A store of four entries that are a day old."""
     store = DirectoryStore(tmp_path)
     for key, kv in zip(KEYS, KV, strict=True):
         store.put(key, kv)
@@ -57,7 +57,7 @@ def make_old(path: Path) -> None:
 
 
 def leftover(folder: Path, name: str = "x") -> Path:
-    """What a killed writer leaves, a day ago."""
+    """Create the temporary file of a writer that was killed a day ago."""
     path = folder / f".{name}.0123456789abcdef.tmp"
     path.write_bytes(b"half")
     make_old(path)
@@ -117,7 +117,9 @@ def test_verify_names_foreign_entries_and_leftovers(store: DirectoryStore) -> No
     assert store.stats().entries == 3
 
 
-def test_verify_keeps_unread_entry(store: DirectoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verify_keeps_entries_that_it_could_not_read(
+    store: DirectoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     peek = DirectoryStore.peek
 
     def refuse(self: DirectoryStore, key: str) -> BlockKV | None:
@@ -200,7 +202,7 @@ def test_future_modification_time_does_not_protect(store: DirectoryStore) -> Non
     path = leftover(store.path)
     for odd in (path, store.entry_path(KEYS[0])):
         os.utime(odd, (4e9, 4e9))
-    seconds_ahead = time.time() + 20  # as between two machines
+    seconds_ahead = time.time() + 20  # like a clock difference between machines
     os.utime(store.entry_path(KEYS[1]), (seconds_ahead, seconds_ahead))
     report = gc(store, set(HANDLES[2:]))
     assert (list(report.deleted.first), report.kept_young) == ([KEYS[0]], 1)
@@ -350,7 +352,7 @@ def test_gc_keeps_rewritten_objects(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_entries_are_read_lazily_and_concurrently(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a listing that never ends, a few are taken, and read at the same time."""
+    """Takes the first entries of an endless listing, which must be read concurrently."""
     store, waiting, listed = objects_in_memory(), threading.Barrier(8, timeout=10), list[str]()
 
     def endless(_self: ObjectStore):  # type: ignore[no-untyped-def]

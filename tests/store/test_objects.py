@@ -1,4 +1,4 @@
-"""ObjectStore: on an S3 server and in obstore's memory."""
+"""ObjectStore on an S3 server and in obstore's memory."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def store(backend: Any) -> ObjectStore:
 
 
 class Slow:
-    """A backend that answers when it is let go, and counts who waits."""
+    """Backend that blocks until ``go`` is set, and counts waiting requests."""
 
     def __init__(self, backend: Any) -> None:
         self.backend = backend
@@ -112,7 +112,7 @@ def test_discard_keeps_rewritten_entries(store: ObjectStore) -> None:
     assert not store.discard(KEY, entry.used_ns)
 
 
-# Time
+# Deadlines and concurrency
 
 
 def test_hanging_server_fails_at_the_deadline(backend: Any) -> None:
@@ -164,7 +164,7 @@ def test_credentials_are_never_shown(monkeypatch: pytest.MonkeyPatch, s3: str) -
     secrets = {"AWS_ACCESS_KEY_ID": "AKIAVISIBLE", "AWS_SECRET_ACCESS_KEY": "s3cr3t-visible"}
     for name, value in secrets.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")  # nobody listens there
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")  # no server listens here
     store = ObjectStore(s3, deadline_s=1, retries=0)
     with pytest.raises(StoreError, match=f"Cannot read {s3}/objects/") as told:
         store.get(KEY)

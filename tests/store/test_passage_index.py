@@ -1,4 +1,4 @@
-"""The index of passages that stores keep."""
+"""The passage index in stores."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_damaged_file_counts_as_empty(tmp_path: Path, caplog: pytest.LogCaptureF
     assert f"{damaged.name} is damaged" in caplog.text
 
 
-def test_unreadable_index_is_logged_and_known_passages_stay(
+def test_an_unreadable_index_is_logged_and_known_passages_are_kept(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = DirectoryStore(tmp_path)
@@ -166,7 +166,7 @@ def test_index_files_are_private_and_not_entries(tmp_path: Path) -> None:
     assert TEXTS[0].encode() not in file.read_bytes()
     assert [*store.keys()] == [kv.key]
     (store.path / "format.json").unlink()
-    again = DirectoryStore(store.path)  # the index does not make it a foreign folder
+    again = DirectoryStore(store.path)  # the index does not count as a foreign file
     assert found(PassageIndex(pickle.loads(pickle.dumps(again))), *TEXTS) == TEXTS
 
 
@@ -184,7 +184,7 @@ def test_temporary_index_files_are_leftovers(tmp_path: Path) -> None:
 
 
 def stored(store: KVStore, text: str, namespace: str = "", *, is_known: bool = True) -> str:
-    """Store an entry of a passage, and add it to the index. Returns its key."""
+    """Store the entry of a passage and add it to the index. Returns its key."""
     kv = replace(make_kv(text), handle=handle_of(text) if is_known else "", namespace=namespace)
     store.put(kv.key, kv)
     add(PassageIndex(store), text, namespace=namespace)

@@ -1,4 +1,4 @@
-"""Parts of entries from a directory and from buckets."""
+"""Reading parts of entries from directories and buckets."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ HEAD_BYTES = 8 << 10
 
 
 class Asked:
-    """A backend that records the ranges that are asked of it, and may hold answers back."""
+    """Backend that records the requested ranges, and can wait for concurrent requests."""
 
     def __init__(self, backend: Any) -> None:
         self.backend = backend
@@ -57,7 +57,7 @@ def backend(folder: Path) -> Asked:
 
 @pytest.fixture(params=["directory", "objects"])
 def store(request: pytest.FixtureRequest, folder: Path, backend: Asked) -> MaintainedStore:
-    """Both over one folder, so that a test can damage its files."""
+    """Each kind of store over the same folder, so that tests can damage files."""
     if request.param == "directory":
         return DirectoryStore(folder)
     return ObjectStore("file:///kv", backend=backend, deadline_s=5)  # type: ignore[arg-type]
@@ -177,7 +177,7 @@ def test_parts_of_two_versions_are_not_mixed(backend: Asked) -> None:
 
 
 def part_of(kv: BlockKV, layers: Mapping[int, range]) -> tuple[Any, ...]:
-    """Header, part, and bytes of the part, for ``decode_part``."""
+    """Return the arguments of ``decode_part``: header, part, and bytes of the part."""
     content = encode(kv)
     header = parse_header(content[: header_end(content)], len(content))
     taken = b"".join(content[start:stop] for start, stop in ranges(header, layers))

@@ -1,4 +1,4 @@
-"""RedisStore: expiry, limits, and errors of the server."""
+"""RedisStore: expiry, limits and server errors."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_large_entry_is_refused_once(redis_url: str, caplog: pytest.LogCaptureFi
     with caplog.at_level(logging.WARNING):
         store.put(KEY, large)
         store.put(KEY, large)
-    assert store.get(KEY) is None  # nor the entry that it was to replace
+    assert store.get(KEY) is None  # the old entry is deleted too
     assert store.stats().refused == 2
     assert len(caplog.records) == 1
     assert "raise max_entry_bytes" in caplog.text
@@ -138,7 +138,7 @@ def test_password_is_never_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert not any("s3cr3t" in text for text in shown)
 
 
-def test_limits_are_checked() -> None:
+def test_invalid_limits_are_refused() -> None:
     with pytest.raises(ValueError, match="at most 536870912, the limit of Redis"):
         RedisStore("redis://localhost", max_entry_bytes=1 << 30)
     with pytest.raises(ValueError, match="max_bytes must be positive"):

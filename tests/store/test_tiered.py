@@ -1,4 +1,4 @@
-"""TieredStore: reads, copies to faster tiers, and failures."""
+"""TieredStore: reads, copies to faster tiers and failures."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ROOM = 1 << 20
 
 
 class Remote(KVStore):
-    """Store that can be slow, fail or be damaged, and that records calls."""
+    """Store that records calls, and can be slow, fail or return damaged entries."""
 
     def __init__(self) -> None:
         self._inner = MemoryStore(ROOM)
@@ -227,7 +227,7 @@ def test_delete_cancels_queued_copies(home: Remote) -> None:
     near, last = Remote(), make_kv("last")
     near.go.clear()
     tiers = TieredStore(near, home)
-    for kv in (*KVS, last):  # four threads write, and are busy
+    for kv in (*KVS, last):  # keeps the four writing threads busy
         tiers.put(kv.key, kv)
     assert tiers.delete(last.key)
     assert last.key not in tiers
@@ -236,7 +236,7 @@ def test_delete_cancels_queued_copies(home: Remote) -> None:
     assert sorted(near.written) == sorted(KEYS)
 
 
-# Failing
+# Failures
 
 
 def test_failing_home_is_paused_and_retried(home: Remote, caplog: pytest.LogCaptureFixture) -> None:
@@ -252,9 +252,9 @@ def test_failing_home_is_paused_and_retried(home: Remote, caplog: pytest.LogCapt
     assert "the remote store is down" in caplog.text
     with pytest.raises(StoreUnavailableError, match=r"is retried every 0\.3 s"):
         tiers.put(KEYS[1], KVS[1])
-    assert same(tiers.get(KEYS[1]) or KV, KVS[1])  # the faster tier has it
+    assert same(tiers.get(KEYS[1]) or KV, KVS[1])  # from the faster tier
     time.sleep(0.35)
-    assert tiers.get(KEY) is None  # the try, which fails
+    assert tiers.get(KEY) is None  # a retry, which fails
     assert len(home.asked) == 3
     home.fails = False
     assert tiers.get(KEY) is None
@@ -310,7 +310,7 @@ def test_mark_used_of_an_object_store_closes_no_breaker(
     assert tiers.tier_stats()[1].is_open
 
 
-# The rest
+# Options
 
 
 @pytest.mark.parametrize(
@@ -323,7 +323,9 @@ def test_mark_used_of_an_object_store_closes_no_breaker(
         (("memory:",), {"queue_bytes": 0}, "max_bytes must be"),
     ],
 )
-def test_invalid_options(arguments: tuple[str, ...], options: dict[str, Any], message: str) -> None:
+def test_invalid_options_are_refused(
+    arguments: tuple[str, ...], options: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         TieredStore(*arguments, **options)
     with pytest.raises(TypeError, match="A tier must be a KVStore"):

@@ -1,4 +1,4 @@
-"""Times of use, deletion of unused entries, and file modes."""
+"""Times of last use, deletion of unused entries, and file modes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ KEY = KV.key
 
 @pytest.fixture
 def store(tmp_path: Path) -> DirectoryStore:
-    """One entry, last used a day ago."""
+    """A store of one entry that was last used a day ago."""
     store = DirectoryStore(tmp_path / "kv")
     store.put(KEY, KV)
     age(store, DAY_NS)
@@ -30,7 +30,7 @@ def store(tmp_path: Path) -> DirectoryStore:
 
 
 def age(store: DirectoryStore, by_ns: int) -> int:
-    """Make the entry as old as that; when it was used last then."""
+    """Set the time of last use to ``by_ns`` ago. Returns that time."""
     used_ns = time.time_ns() - by_ns
     os.utime(store.entry_path(KEY), ns=(used_ns, used_ns))
     return used_ns
@@ -40,13 +40,13 @@ def used_ns(store: DirectoryStore) -> int:
     return store.entry_path(KEY).stat().st_mtime_ns
 
 
-# Marking
+# Times of use
 
 
 def test_reads_record_uses_once_a_minute(
     store: DirectoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Longer than this test may take on any machine.
+    # Longer than this test can take on any machine.
     monkeypatch.setattr("blockattn_rag.store.directory._MARK_READ_S", 3600.0)
     before = time.time_ns()
     store.get(KEY)
@@ -84,7 +84,7 @@ def test_use_corrects_a_time_in_the_future(store: DirectoryStore) -> None:
 
 
 @pytest.mark.parametrize("error", [errno.EROFS, errno.EPERM, errno.EACCES])
-def test_read_only_store(
+def test_a_store_without_write_access_can_be_read(
     store: DirectoryStore, monkeypatch: pytest.MonkeyPatch, error: int
 ) -> None:
     def refuse(*args: object, **kwargs: object) -> None:
@@ -95,11 +95,11 @@ def test_read_only_store(
     assert store.touch(KEY)
 
 
-# Deleting what nobody uses
+# Deletion of unused entries
 
 
 @pytest.mark.parametrize("how", ["touch", "get", "put"])
-def test_late_use_protects(
+def test_a_use_during_gc_protects_an_entry(
     store: DirectoryStore, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     describe = DirectoryStore.describe
@@ -122,7 +122,7 @@ def test_late_use_protects(
 
 
 def test_late_touch_is_refused(store: DirectoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between the opening of the file and the marking, someone deletes it for its age."""
+    """The entry is deleted for its age after the file was opened, but before it is marked."""
     mark_used = files.mark_used
 
     def delete_first(descriptor: int, at_most_every_s: float = 0.0) -> None:
@@ -143,7 +143,7 @@ def test_discard_keeps_used_entries(store: DirectoryStore) -> None:
 
 
 def test_touched_entry_survives_concurrent_discard(tmp_path: Path) -> None:
-    """Whatever is touched with success, and aged again by nobody, is still there after."""
+    """An entry that was touched successfully still exists afterwards."""
     store = DirectoryStore(tmp_path, fsync=False)
     wrong: list[int] = []
     for turn in range(150):
@@ -171,7 +171,7 @@ def test_touched_entry_survives_concurrent_discard(tmp_path: Path) -> None:
     assert not list(store.leftovers())
 
 
-# Who may read
+# File modes
 
 
 @pytest.mark.parametrize("umask", [0o000, 0o022, 0o077])

@@ -1,4 +1,4 @@
-"""What the writer processes of the crash tests do."""
+"""Functions that run in the writer processes of the crash tests."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def passage(number: int, filled_with: int | None = None) -> BlockKV:
-    """184 KB; with ``filled_with``, every key and value is this number."""
+    """Return a passage of 184 KB. ``filled_with``: Value of every key and value."""
     kv = make_kv(f"passage {number}", layers=6, tokens=60, head_dim=32)
     if filled_with is None:
         return kv
@@ -38,8 +38,8 @@ def passage(number: int, filled_with: int | None = None) -> BlockKV:
 
 
 def kill_writers(path: Path, times: int) -> None:
-    """Fork a writer and kill it at a random moment of its work, ``times`` times; no entry is ever
-    damaged. Any moment will do: only that it has begun is waited for."""
+    """Fork a writer ``times`` times, kill it at a random time after it has started, and check that
+    no entry is damaged."""
     torch.set_num_threads(1)
     store, choose = DirectoryStore(path), random.Random(0)
     kvs = [passage(number) for number in range(10)]
@@ -65,11 +65,11 @@ def _write_until_killed(store: DirectoryStore, kvs: list[BlockKV], beginning: in
             for kv in kvs:
                 store.put(kv.key, kv)
     finally:
-        os._exit(1)  # an error here must not run the parent's code
+        os._exit(1)  # errors must not continue in the parent's code
 
 
 def write_times(path: Path, filled_with: int, times: int) -> None:
-    """Put five passages ``times`` times, each filled with this number."""
+    """Put five passages, filled with a number, ``times`` times."""
     torch.set_num_threads(1)
     store = DirectoryStore(path, fsync=False)
     kvs = [passage(number, filled_with) for number in range(5)]
@@ -79,7 +79,7 @@ def write_times(path: Path, filled_with: int, times: int) -> None:
 
 
 def fill_bounded(path: Path, max_bytes: int, seed: int) -> None:
-    """Put, read and touch small passages in a bounded store; what is read is what was put."""
+    """Put, read and touch small passages in a bounded store, and check what is read."""
     torch.set_num_threads(1)
     store, choose = DirectoryStore(path, fsync=False, max_bytes=max_bytes), random.Random(seed)
     kvs = [make_kv(f"passage {number}") for number in range(12)]
@@ -93,7 +93,7 @@ def fill_bounded(path: Path, max_bytes: int, seed: int) -> None:
 
 
 def die_at(step: str, path: Path, kv: BlockKV) -> None:
-    """Put ``kv`` and die, as by ``kill -9``, at this step of writing (one of ``STEPS``)."""
+    """Put ``kv`` and kill the process at a step of the write (one of ``STEPS``)."""
     store = DirectoryStore(path)
     target, name, fatal = STEPS[step]
     with mock.patch.object(target, name, fatal):

@@ -1,7 +1,7 @@
-"""Tests of the Triton kernels, run by Triton's interpreter on the CPU (``make test-vllm``).
+"""Tests of the Triton kernels in Triton's interpreter on the CPU (``make test-vllm``).
 
-They are here, because vLLM installs Triton. Triton reads ``TRITON_INTERPRET`` when it is imported,
-so that these tests need a process of their own.
+They are in this folder because vLLM installs Triton. They need a separate process, because Triton
+reads ``TRITON_INTERPRET`` when it is imported.
 """
 
 from __future__ import annotations

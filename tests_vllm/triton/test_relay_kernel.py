@@ -1,6 +1,6 @@
-"""Relay attention in one kernel, and its graphs.
+"""Relay attention in one kernel, and its CUDA graphs.
 
-The interpreter reads bfloat16 through stored addresses incorrectly, so that tests use float16.
+The interpreter reads bfloat16 through stored addresses incorrectly, so these tests use float16.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ HALF = torch.float16
 CPU = torch.device("cpu")
 VOCABULARY = 64
 ROUNDING = 2e-3
-"""Largest relative error of float16 results."""
+"""Maximum relative error of float16 results."""
 
 
 def random(*shape: int, seed: int) -> Tensor:
@@ -51,7 +51,7 @@ def block(heads: int, tokens: int, size: int, seed: int) -> BlockKV:
 def expected_attention(
     query: Tensor, context: Context, tail: tuple[Tensor, Tensor], layout: RotaryLayout
 ) -> Tensor:
-    """Attention over copied and rotated blocks, in float64."""
+    """Compute attention over copied and rotated blocks in float64."""
     keys, values = [], []
     for kv, _, shift in context.blocks:
         cos, sin = layout.cos_sin(shift, CPU)
@@ -83,7 +83,7 @@ def expected_attention(
     ("blocks", "before", "tokens"),
     [([], 0, 3), ([1], 0, 1), ([5, 300, 1, 64], 7, 40), ([257], 260, 1)],
 )
-def test_attention_equals_that_over_rotated_copies(
+def test_attention_equals_attention_over_rotated_copies(
     heads: int,
     kv_heads: int,
     size: int,
@@ -130,13 +130,13 @@ def test_unreadable_blocks_are_refused() -> None:
 
 
 def recorded(compute: Callable[[], Tensor], device: torch.device, pool: Any) -> graphs.Recording:
-    """Stand-in for a CUDA graph: computes again from the same tensors."""
+    """Stand-in for a CUDA graph that repeats the computation with the same tensors."""
     result = compute().clone()
     return graphs.Recording(lambda: result.copy_(compute()), result)
 
 
 def llama(tokenizer: Any) -> BlockModel:
-    """A Llama in float16 whose attention is far from uniform."""
+    """A float16 Llama whose attention is far from uniform."""
     make: Any = LlamaConfig
     config = make(
         vocab_size=VOCABULARY,
@@ -162,7 +162,7 @@ def llama(tokenizer: Any) -> BlockModel:
 
 
 def with_runner(monkeypatch: pytest.MonkeyPatch, model: BlockModel) -> BlockModel:
-    """The model, answering single requests by a runner with a small tail."""
+    """The model with a runner for single requests that has a small tail."""
     monkeypatch.setattr(graphs, "record", recorded)
     monkeypatch.setattr(device_relay, "TAIL_TOKENS", 48)
     assert model.supports_relay
@@ -199,8 +199,10 @@ def close(found: Tensor, expected: Tensor) -> bool:
 
 
 @pytest.mark.parametrize("lengths", [(5, 300, 40), (7,), (33, 1, 1, 64)])
-def test_graphs_of_any_context_equal_copies(model: BlockModel, lengths: tuple[int, ...]) -> None:
-    for seed, tokens in enumerate((9, 20, 12)):  # 12 replays the graph of 9
+def test_graphs_for_any_context_equal_the_copy_path(
+    model: BlockModel, lengths: tuple[int, ...]
+) -> None:
+    for seed, tokens in enumerate((9, 20, 12)):  # 12 replays the graph captured for 9
         context = context_of(model, *lengths)
         found, expected = (
             model.cache_for(context, assembly=assembly) for assembly in ("relay", "copy")
@@ -211,7 +213,7 @@ def test_graphs_of_any_context_equal_copies(model: BlockModel, lengths: tuple[in
             assert close(model.next_logits(new, found), model.next_logits(new, expected))
 
 
-def test_answers_equal_those_over_copies(model: BlockModel) -> None:
+def test_answers_equal_those_of_the_copy_path(model: BlockModel) -> None:
     for seed in range(2):
         context = context_of(model, 20 + seed, 30, 1)
         for extra in ({}, {"num_beams": 3}, {"output_scores": True}):
@@ -246,7 +248,7 @@ def test_a_question_without_passages_is_replayed_if_it_fills_the_cache_in_order(
     )
 
 
-def test_the_tail_grows_and_graphs_are_captured_again(
+def test_graphs_are_captured_again_when_the_tail_grows(
     monkeypatch: pytest.MonkeyPatch, model: BlockModel
 ) -> None:
     context = context_of(model, 12)
@@ -262,7 +264,7 @@ def test_the_tail_grows_and_graphs_are_captured_again(
         assert close(model.next_logits(first, found), model.next_logits(first, expected))
 
 
-def test_a_second_cache_leaves_the_first_one_right(model: BlockModel) -> None:
+def test_a_second_cache_does_not_affect_the_first_one(model: BlockModel) -> None:
     contexts = context_of(model, 12, 9), context_of(model, 30)
     question, more = torch.tensor([ids(6, 1)]), torch.tensor([[4]])
     caches = [model.cache_for(context, assembly="relay") for context in contexts[:1]]
@@ -289,7 +291,7 @@ def test_states_move_to_and_from_the_tail(model: BlockModel) -> None:
     assert all(states.shape[2] == 8 for layer in whole.tail_states(8) for states in layer)
 
 
-def test_a_forward_that_cannot_be_captured_is_launched(
+def test_a_forward_that_cannot_be_captured_runs_without_a_graph(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, model: BlockModel
 ) -> None:
     def failing(*_: Any) -> graphs.Recording:
@@ -303,7 +305,7 @@ def test_a_forward_that_cannot_be_captured_is_launched(
     assert "not permitted when stream is capturing" in caplog.text
 
 
-def test_gradients_leave_the_runner(model: BlockModel) -> None:
+def test_forwards_with_gradients_do_not_use_the_runner(model: BlockModel) -> None:
     context = context_of(model, 12, 9)
     cache: Any = model.cache_for(context, assembly="relay")
     question = torch.tensor([ids(6, 1)])
@@ -315,7 +317,7 @@ def test_gradients_leave_the_runner(model: BlockModel) -> None:
     assert close(out.logits[0, -1].detach(), expected)
 
 
-def test_a_copy_of_the_model_has_a_forward_of_its_own(model: BlockModel) -> None:
+def test_a_copy_of_the_model_has_its_own_forward(model: BlockModel) -> None:
     other = copy.deepcopy(model.hf_model)
     with torch.no_grad():
         for parameter in other.parameters():
@@ -327,7 +329,7 @@ def test_a_copy_of_the_model_has_a_forward_of_its_own(model: BlockModel) -> None
 
 
 class Wrapped(torch.nn.Module):
-    """Like ``PeftModel``: its ``generate`` is that of the model inside."""
+    """Wrapper like ``PeftModel``, whose ``generate`` is that of the inner model."""
 
     def __init__(self, inner: Any) -> None:
         super().__init__()
@@ -361,7 +363,7 @@ def test_the_model_inside_a_wrapper_uses_the_runner(
     assert found == expected
 
 
-def test_padding_has_no_positions_beyond_the_question(model: BlockModel) -> None:
+def test_padding_has_no_positions_after_the_question(model: BlockModel) -> None:
     positions: list[int] = []
     context = context_of(model, 12, 9)
     rotary: Any = model.hf_model.model.rotary_emb
@@ -375,7 +377,7 @@ def test_padding_has_no_positions_beyond_the_question(model: BlockModel) -> None
 
 
 @pytest.mark.parametrize("name", ["labels", "inputs_embeds"])
-def test_forwards_of_other_inputs_leave_the_runner(model: BlockModel, name: str) -> None:
+def test_forwards_with_other_inputs_do_not_use_the_runner(model: BlockModel, name: str) -> None:
     context, question = context_of(model, 12, 9), torch.tensor([ids(6, 1)])
     cache: Any = model.cache_for(context, assembly="relay")
     inputs: dict[str, Any] = {"input_ids": question, "labels": question}
@@ -388,7 +390,7 @@ def test_forwards_of_other_inputs_leave_the_runner(model: BlockModel, name: str)
     assert close(out.logits[0, -1], expected)
 
 
-def test_a_long_answer_does_not_keep_its_memory(model: BlockModel) -> None:
+def test_memory_of_a_long_answer_is_freed(model: BlockModel) -> None:
     relay: Any = model.graph_runner.relay if model.graph_runner else None
     context = context_of(model, 12)
     model.next_logits(torch.tensor([ids(60, 1)]), model.cache_for(context, assembly="relay"))

@@ -1,4 +1,4 @@
-"""The Triton kernel that rotates keys, against PyTorch's operations."""
+"""The Triton kernel that rotates keys, compared with PyTorch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from blockattn_rag.kv.rotation import rotate_fused
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("pairing", ["half", "interleaved"])
 @pytest.mark.parametrize(("size", "rotary"), [(64, 64), (80, 80), (96, 48), (128, 128)])
-def test_rotates_as_pytorch_does_and_leaves_the_room_alone(
+def test_rotations_equal_pytorch_and_do_not_write_to_the_free_space(
     dtype: torch.dtype, pairing: Any, size: int, rotary: int
 ) -> None:
     tokens, room = 37, 13
@@ -24,7 +24,7 @@ def test_rotates_as_pytorch_does_and_leaves_the_room_alone(
     out = torch.full((2, tokens + room, size), 7.0, dtype=dtype)
     rotate_fused(out[:, :tokens], keys, cos, sin, interleaved=pairing == "interleaved")
     expected = rotate(keys, cos, sin, layout)
-    # One unit in the last place: the interpreter truncates to bfloat16 where a GPU rounds.
+    # One unit in the last place, because the interpreter truncates to bfloat16 and GPUs round.
     torch.testing.assert_close(out[:, :tokens], expected, rtol=torch.finfo(dtype).eps, atol=1e-6)
     assert (out[:, tokens:] == 7).all()
 

@@ -1,4 +1,4 @@
-"""A tiny model on disk, a folder of documents, and the command line as a function."""
+"""Fixtures: a tiny model on disk, a folder of documents, and a function that runs commands."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.store.conftest import s3_url as s3_url
 
 @dataclass(frozen=True)
 class Output:
-    """What a command left behind."""
+    """Exit status and output of a command."""
 
     status: int
     stdout: str
@@ -38,7 +38,7 @@ Command = Callable[..., Output]
 
 @pytest.fixture(scope="session")
 def cli() -> Command:
-    """Run a command in this process; arguments may be paths and numbers. ``given``: its input."""
+    """Function that runs a command in this process. ``given``: standard input."""
 
     def run(*arguments: object, given: str | None = None) -> Output:
         result = CliRunner().invoke(app, [str(argument) for argument in arguments], input=given)
@@ -58,13 +58,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def loaded(model: Path) -> BlockModel:
-    """The model of ``model``."""
+    """The loaded model from the folder ``model``."""
     return BlockModel.from_pretrained(model, device="cpu")
 
 
 @pytest.fixture
 def server(loaded: BlockModel, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeServer]:
-    """A server with a key, which the environment contains."""
+    """A server that requires an API key, which is set in the environment."""
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.setenv("BLOCKATTN_RAG_API_KEY", "the-secret")
     with FakeServer(loaded, api_key="the-secret").listening() as server:
@@ -73,7 +73,7 @@ def server(loaded: BlockModel, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fake
 
 @pytest.fixture
 def documents(tmp_path: Path) -> Path:
-    """A folder with two readable files and a binary one."""
+    """A folder with two text files, a binary file and a hidden file."""
     folder = tmp_path / "documents"
     (folder / "more").mkdir(parents=True)
     (folder / "tower.txt").write_text("Halden Tower is 214 metres high.\n", encoding="utf-8")
@@ -87,7 +87,7 @@ def documents(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def filled(cli: Command, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A database that is never written to; copy it with ``database`` to change it."""
+    """A database with one passage, shared by all tests. Tests that write use ``database``."""
     folder = tmp_path_factory.mktemp("filled")
     text = folder / "tower.txt"
     text.write_text("Halden Tower is 214 metres high.\n", encoding="utf-8")
@@ -98,7 +98,7 @@ def filled(cli: Command, model: Path, tmp_path_factory: pytest.TempPathFactory) 
 
 @pytest.fixture
 def database(filled: Path, tmp_path: Path) -> Path:
-    """A database of one passage, to be changed."""
+    """A copy of ``filled`` that the test may change."""
     copy = tmp_path / "db"
     shutil.copytree(filled, copy)
     return copy

@@ -39,7 +39,7 @@ def python(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-def test_help_of_every_command_loads_neither_torch_nor_a_framework() -> None:
+def test_help_of_commands_imports_neither_torch_nor_a_framework() -> None:
     code = (
         "import sys\n"
         "from typer.testing import CliRunner\n"
@@ -78,7 +78,7 @@ def test_an_error_is_one_line_on_stderr_and_status_1(cli: Command, tmp_path: Pat
 
 
 @pytest.mark.parametrize("options", [[], ["--debug"]])
-def test_requests_to_a_server_are_shown_with_debug_alone(options: list[str]) -> None:
+def test_requests_to_a_server_are_shown_only_with_debug(options: list[str]) -> None:
     code = (
         "import logging; logging.basicConfig(level=logging.INFO)\n"
         "from typer.testing import CliRunner; from blockattn_rag.app.cli.app import app\n"
@@ -141,7 +141,9 @@ def test_debug_shows_the_traceback(cli: Command, tmp_path: Path) -> None:
     assert type(result.exception).__name__ == "DatabaseError"
 
 
-def test_unknown_error_type(cli: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_unexpected_errors_are_reported_in_one_line(
+    cli: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     def broken(*_: object, **__: object) -> None:
         raise KeyError("lost")
 
@@ -171,7 +173,7 @@ def test_a_nul_character_in_any_argument_is_a_usage_error(cli: Command, tmp_path
         assert r"a\x00b" in output.stderr
 
 
-def test_a_model_that_the_hub_does_not_give_is_reported_in_one_line_that_names_it(
+def test_a_model_missing_from_the_hub_is_reported_in_one_line(
     cli: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
@@ -183,7 +185,7 @@ def test_a_model_that_the_hub_does_not_give_is_reported_in_one_line_that_names_i
 
 
 class HuggingFaceEmbedding:
-    """LlamaIndex's class, as far as it loads a model."""
+    """Stand-in for LlamaIndex's class that only loads the model."""
 
     def __init__(self, model_name: str) -> None:
         hf_hub_download(model_name, "config.json")
@@ -226,7 +228,7 @@ def test_reports_unreachable_hub(
     monkeypatch.setitem(sys.modules, "llama_index.embeddings.huggingface", embeddings)
     monkeypatch.setattr("huggingface_hub.utils._http.time", SimpleNamespace(sleep=sleep))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # nothing listens there
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # no server listens here
     output = cli(*(word.format(folder=tmp_path / "db") for word in command))
     assert output.status == 1
     assert output.stderr.splitlines()[-1].startswith(message), output.stderr
@@ -234,7 +236,7 @@ def test_reports_unreachable_hub(
 
 def test_a_warning_appears_once_with_another_handler(tmp_path: Path) -> None:
     code = (
-        "import logging; logging.basicConfig(level=logging.INFO)\n"  # as other packages do
+        "import logging; logging.basicConfig(level=logging.INFO)\n"  # as some other packages do
         "from typer.testing import CliRunner; from blockattn_rag.app.cli.app import app\n"
         f"CliRunner().invoke(app, ['store', 'stats', {str(tmp_path / 'nowhere')!r}])\n"
         "logging.getLogger('blockattn_rag').warning('The only one')\n"
@@ -245,7 +247,9 @@ def test_a_warning_appears_once_with_another_handler(tmp_path: Path) -> None:
     assert "Loading" not in done.stderr
 
 
-def test_package_warnings(cli: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_warnings_are_escaped_and_printed_once(
+    cli: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     def warn(*_: object, **__: object) -> None:
         logging.getLogger("blockattn_rag").warning("an entry of %s", "\x1b[31mred")
         raise ValueError("done")
@@ -259,7 +263,7 @@ def test_package_warnings(cli: Command, monkeypatch: pytest.MonkeyPatch, tmp_pat
 def test_ctrl_c_ends_with_one_line_and_status_130(tmp_path: Path) -> None:
     code = (
         "import signal, sys, blockattn_rag.app.cli.ask as ask\n"
-        # A shell's background jobs ignore it, and so would this process.
+        # Shells let background jobs ignore SIGINT, which this process would inherit.
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "def wait(*a, **k):\n"
         "    print('ready', file=sys.stderr, flush=True)\n"

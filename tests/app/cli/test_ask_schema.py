@@ -1,4 +1,4 @@
-"""``ask --schema``: JSON that fits the schema, whole or an error."""
+"""``ask --schema`` prints complete JSON that follows the schema, or fails."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Write = Callable[..., Path]
 
 @pytest.fixture
 def schema(tmp_path: Path) -> Write:
-    """Writes a file of a schema: bytes as they are, all else as JSON."""
+    """Function that writes a schema file: bytes unchanged, everything else as JSON."""
 
     def write(given: Any = SCHEMA) -> Path:
         file = tmp_path / "schema.json"
@@ -43,7 +43,7 @@ def schema(tmp_path: Path) -> Write:
 
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The final blocks that the model is asked."""
+    """Final blocks of all prompts."""
     texts: list[str] = []
     original = BlockAttentionLLM.to_prompt
 
@@ -89,7 +89,7 @@ def test_an_invalid_schema_file_is_refused_before_the_model_is_loaded(
     assert message.replace(" ", "") in shown
 
 
-def test_in_a_conversation_every_answer_fits(
+def test_every_answer_of_a_conversation_fits_the_schema(
     filled: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],

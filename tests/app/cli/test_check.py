@@ -1,4 +1,4 @@
-"""``blockattn-rag check``: of a model, and of a server."""
+"""``blockattn-rag check`` with a model and with a server."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.fake_server import FakeServer
 from tests.recipes import recipe_of
 
 
-def test_check_passes_a_supported_model_with_status_0(cli: Command, model: Path) -> None:
+def test_check_of_a_supported_model_exits_0(cli: Command, model: Path) -> None:
     report = cli("check", model, "--json")
     assert report.status == 0, report.stderr
     assert report.json["passed"]
@@ -26,7 +26,9 @@ def test_check_passes_a_supported_model_with_status_0(cli: Command, model: Path)
     }
 
 
-def test_checks_a_recipe(cli: Command, model: Path, loaded: BlockModel, tmp_path: Path) -> None:
+def test_check_accepts_a_recipe(
+    cli: Command, model: Path, loaded: BlockModel, tmp_path: Path
+) -> None:
     recipe_of(loaded).save(tmp_path / "recipe")
     plain = cli("check", model, "--json").json
     report = cli("check", model, "--recipe", tmp_path / "recipe", "--json")
@@ -51,7 +53,7 @@ def test_failed_row_exits_1(cli: Command, model: Path, monkeypatch: pytest.Monke
     assert cli("check", model, "--json").json["rows"][0]["budget"] is None
 
 
-def test_a_server_is_asked_in_both_modes(cli: Command, server: FakeServer) -> None:
+def test_a_server_is_checked_in_both_modes(cli: Command, server: FakeServer) -> None:
     output = cli("check", "--server", server.url)
     assert output.status == 0, output.stderr
     assert output.stdout.startswith(server.url)
@@ -64,7 +66,7 @@ def test_a_server_is_asked_in_both_modes(cli: Command, server: FakeServer) -> No
     assert "the-secret" not in output.stdout
 
 
-def test_a_wrong_server_gives_status_1(cli: Command, server: FakeServer) -> None:
+def test_a_server_with_wrong_answers_exits_1(cli: Command, server: FakeServer) -> None:
     server.report = {"misses": 1}
     output = cli("check", "--server", server.url)
     assert output.status == 1
@@ -89,7 +91,9 @@ def test_a_read_only_server_is_checked_in_full_mode(
         (("--server", "http://127.0.0.1:9"), "Cannot reach http://127"),
     ],
 )
-def test_refuses_other_arguments(cli: Command, arguments: tuple[str, ...], message: str) -> None:
+def test_invalid_arguments_are_refused(
+    cli: Command, arguments: tuple[str, ...], message: str
+) -> None:
     output = cli("check", *arguments)
     assert output.status != 0
     assert message in " ".join(output.stderr.replace("│", " ").split())

@@ -1,4 +1,4 @@
-"""``ask --compare``: both modes side by side, each timed as a user gets it."""
+"""``ask --compare`` shows both modes side by side, with the latency that a user observes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def command(db: Path, *options: object) -> tuple[object, ...]:
     return ("ask", QUESTION, "--db", db, "--max-new-tokens", 3, *options)
 
 
-def test_both_modes_answer_as_they_do_alone(cli: Command, database: Path) -> None:
+def test_both_modes_answer_as_in_separate_runs(cli: Command, database: Path) -> None:
     found = cli(*command(database, "--compare", "--json")).json
     for mode in ("block", "full"):
         alone = cli(*command(database, "--mode", mode, "--json")).json
@@ -98,7 +98,9 @@ def test_one_question_has_no_medians(cli: Command, database: Path) -> None:
         assert json.loads(line)[mode]["includes_warm_up"] is False
 
 
-def test_warm_up_is_neutral(cli: Command, database: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_warm_up_favors_neither_mode(
+    cli: Command, database: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     events: list[str] = []
     original = DirectoryStore.get, Assistant.ask
 
@@ -121,7 +123,7 @@ def test_warm_up_is_neutral(cli: Command, database: Path, monkeypatch: pytest.Mo
     assert set(DirectoryStore(database / "kv").keys()) == stored
 
 
-def test_passages_that_block_mode_had_to_compute_are_reported(cli: Command, database: Path) -> None:
+def test_passages_encoded_by_block_mode_are_reported(cli: Command, database: Path) -> None:
     for entry in (database / "kv").rglob("*.safetensors"):
         entry.unlink()
     shown = cli(*command(database, "--compare")).stdout
@@ -129,7 +131,7 @@ def test_passages_that_block_mode_had_to_compute_are_reported(cli: Command, data
     assert "had to compute" not in cli(*command(database, "--compare")).stdout
 
 
-def test_a_repeated_question_is_computed_again(cli: Command, filled: Path) -> None:
+def test_a_repeated_question_is_answered_again(cli: Command, filled: Path) -> None:
     output = cli("ask", "--db", filled, "--max-new-tokens", 2, "--compare", "--json",
                  given=f"{QUESTION}\n{QUESTION}\n")  # fmt: skip
     *questions, _ = map(json.loads, output.stdout.splitlines())
@@ -137,7 +139,7 @@ def test_a_repeated_question_is_computed_again(cli: Command, filled: Path) -> No
     assert found[0]["computed_tokens"] == found[1]["computed_tokens"] > 1
 
 
-def test_compare_and_a_mode_exclude_each_other(cli: Command, database: Path) -> None:
+def test_compare_and_mode_are_mutually_exclusive(cli: Command, database: Path) -> None:
     output = cli(*command(database, "--compare", "--mode", "full"))
     assert output.status == 2
     assert "leave out --mode" in output.stderr

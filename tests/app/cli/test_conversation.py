@@ -1,4 +1,4 @@
-"""``ask`` without a question: a conversation in a terminal, lines of a pipe elsewhere."""
+"""``ask`` without a question: a conversation in a terminal, one question per line from a pipe."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SOURCE = Source("notes.pdf", "7", "", "The tower is\n214 metres high. " + "More 
 
 
 class Answering:
-    """Answers as a test says, and notes what it was asked."""
+    """Assistant that returns prepared answers, and records its questions."""
 
     def __init__(self, *answers: str | BaseException) -> None:
         self._answers = iter(answers)
@@ -48,7 +48,7 @@ class Answering:
 
 @pytest.fixture
 def typed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Says what is typed; then the user leaves."""
+    """Function that sets the lines that the user types before ending the input."""
 
     def say(*lines: str | BaseException | type[BaseException]) -> None:
         coming = iter([*lines, EOFError])
@@ -69,7 +69,9 @@ def output_of(answering: Any, capsys: pytest.CaptureFixture[str]) -> tuple[str, 
     return " ".join(out.split()), " ".join(err.split())
 
 
-def test_keeps_the_history(typed: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_conversation_keeps_its_history(
+    typed: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
     answering = Answering("214 metres.", "Yes.", "No.")
     typed("How high?", "", "  Is that high? ", "/clear", "And?")
     out, err = output_of(answering, capsys)
@@ -92,7 +94,9 @@ def test_stop_adds_no_turn(typed: Callable[..., None], capsys: pytest.CaptureFix
     assert "Ctrl-D leaves" in err
 
 
-def test_invalid_bytes_pass(typed: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_conversation_continues_after_invalid_bytes(
+    typed: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
     answering = Answering("Yes.")
     typed(UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte"), "How high?")
     out, err = output_of(answering, capsys)
@@ -100,7 +104,9 @@ def test_invalid_bytes_pass(typed: Callable[..., None], capsys: pytest.CaptureFi
     assert "begun Yes." in out
 
 
-def test_survives_errors(typed: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_conversation_continues_after_an_error(
+    typed: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
     answering = Answering(ContextOverflowError("too long\nby far"), "Yes.")
     typed("How high?", "Is that high?")
     out, err = output_of(answering, capsys)
@@ -109,17 +115,19 @@ def test_survives_errors(typed: Callable[..., None], capsys: pytest.CaptureFixtu
     assert answering.asked[1] == ("Is that high?", [])
 
 
-def test_runs_commands(typed: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_are_executed(
+    typed: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
     answering = Answering("Yes.")
     typed("/sources", "/help", "/nothing", "How?", "/sources", "/quit", "never asked")
     out, err = output_of(answering, capsys)
     assert out.startswith("No answer yet Type a question")
     assert "Unknown command /nothing" in err
-    assert out.count("More of it.") == 20 + 6  # whole, and cut beside the answer
+    assert out.count("More of it.") == 20 + 6  # in full, and shortened next to the answer
     assert len(answering.asked) == 1
 
 
-def test_lines_of_a_pipe_are_questions_of_their_own(cli: Command, filled: Path) -> None:
+def test_each_line_of_a_pipe_is_a_separate_question(cli: Command, filled: Path) -> None:
     command = ("ask", "--db", filled, "--max-new-tokens", 2)
     given = f"{QUESTION}\n\n  How old?\n"
     found = [json.loads(line) for line in cli(*command, "--json", given=given).stdout.splitlines()]
@@ -132,7 +140,7 @@ def test_lines_of_a_pipe_are_questions_of_their_own(cli: Command, filled: Path) 
     assert cli(*command, given="\n").stdout == ""
 
 
-def test_variables_of_the_chat_template_are_checked(cli: Command, filled: Path) -> None:
+def test_chat_template_variables_are_checked(cli: Command, filled: Path) -> None:
     command = ("ask", "How?", "--db", filled, "--max-new-tokens", 1, "--chat-template-kwargs")
     for text, why in (("{", "Invalid JSON"), ("[1]", "expected an object")):
         output = cli(*command, text)
@@ -143,7 +151,7 @@ def test_variables_of_the_chat_template_are_checked(cli: Command, filled: Path) 
 
 
 def ask_in_terminal(name: str, database: Path) -> None:
-    """Run ``ask`` in the terminal of a name."""
+    """Run ``ask`` in the terminal with this device name."""
     for descriptor in range(3):
         os.dup2(os.open(name, os.O_RDWR), descriptor)
     sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w")  # noqa: SIM115
@@ -152,7 +160,7 @@ def ask_in_terminal(name: str, database: Path) -> None:
 
 @pytest.fixture
 def terminal(filled: Path) -> Iterator[tuple[int, BaseProcess]]:
-    """A process of ``ask`` in a terminal of its own, and the terminal's other end."""
+    """The controlling end of a pseudoterminal, and the ``ask`` process that runs in it."""
     ours, its = pty.openpty()
     process = PROCESSES.Process(target=ask_in_terminal, args=(os.ttyname(its), filled))
     process.start()

@@ -18,11 +18,11 @@ COLLECTION = run.collection_for
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A few passages, questions and tokens: the tiny model knows no answer anyway."""
+    """Few passages, questions and tokens: the tiny model cannot answer the questions anyway."""
 
     def collection(model: str) -> run.Collection:
         whole = COLLECTION(model)
-        # Short ones: the tiny model's tokenizer makes a token of each byte.
+        # The tiny model's tokenizer makes one token per byte, so passages are cut.
         passages = tuple(Passage(one.title, one.text[:300]) for one in whole.passages[:6])
         few = replace(whole, passages=passages, questions=whole.questions[:2])
         return replace(few, top_k=5, max_new_tokens=3)
@@ -57,7 +57,8 @@ def test_the_demo_shows_each_question_in_both_modes_and_a_summary(
     for turn in run.collection_for("any").questions:
         (at,) = [i for i, line in enumerate(lines) if line.startswith(turn.question)]
         assert [line.split()[0] for line in lines[at + 1 : at + 3]] == ["block", "full"]
-        assert all(line.endswith(" ...") for line in lines[at + 1 : at + 3])  # cut after 3 tokens
+        # Answers are limited to 3 tokens.
+        assert all(line.endswith(" ...") for line in lines[at + 1 : at + 3])
     for named in ("Right answers", "First token", "Prompt tokens", "Keys and values", "Time"):
         assert sum(line.startswith(named) for line in lines) == 1
     assert "of 2 in full mode" in output.stdout
@@ -113,7 +114,7 @@ def test_default_folder_is_in_user_cache(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert run.default_folder() == tmp_path / ".cache" / "blockattn_rag" / "demo"
 
 
-def test_the_demo_answers_the_same_over_every_store_and_one_string_chooses_it(
+def test_the_demo_gives_the_same_answers_with_every_store(
     cli: Command, model: Path, tmp_path: Path, s3: str
 ) -> None:
     command = ("demo", "--json", "--model", model, "--db")
@@ -134,7 +135,9 @@ def test_the_demo_answers_the_same_over_every_store_and_one_string_chooses_it(
         assert again["reused"] == (0 if name == "memory" else 6)
 
 
-def test_refuses_other_databases(cli: Command, model: Path, tmp_path: Path) -> None:
+def test_a_database_with_other_documents_is_refused(
+    cli: Command, model: Path, tmp_path: Path
+) -> None:
     db = tmp_path / "db"
     (tmp_path / "note.txt").write_text("The height of Halden Tower is 214 metres.", "utf-8")
     assert cli("ingest", tmp_path / "note.txt", "--db", db, "--model", model).status == 0

@@ -34,7 +34,7 @@ def test_second_ingest_is_empty(cli: Command, model: Path, documents: Path, tmp_
     assert again["stored_bytes"] == 0
 
 
-def test_an_ingestion_that_stops_before_chroma_is_completed_by_the_next(
+def test_the_next_ingestion_completes_one_interrupted_before_chroma(
     cli: Command, model: Path, documents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def stop(*_: object) -> None:
@@ -80,7 +80,7 @@ def test_replaces_changed_files(cli: Command, model: Path, documents: Path, tmp_
     assert len(answer.json["sources"]) == 2
 
 
-def test_settings_of_a_database_are_kept_and_used_by_its_questions(
+def test_settings_of_a_database_are_saved_and_used_by_ask(
     cli: Command, model: Path, documents: Path, tmp_path: Path
 ) -> None:
     settings = {"recipe": "head:3", "namespace": "one", "kv_dtype": "int8"}
@@ -108,7 +108,7 @@ def test_invalid_settings_are_refused(
     assert cli("ingest", documents, "--db", database, option, value).status != 0
 
 
-def test_ingest_changes_earlier_settings_only_on_request(
+def test_ingest_changes_saved_settings_only_on_request(
     cli: Command, database: Path, documents: Path
 ) -> None:
     path = database / MANIFEST
@@ -145,9 +145,9 @@ def test_splits_long_documents(cli: Command, model: Path, tmp_path: Path) -> Non
     command = ("ingest", text, "--db", tmp_path / "db", "--model", model, "--json")
     report = cli(*command, "--chunk-size", 200).json
     assert report["passages"] >= 6
-    # The same sentences come again and again; equal passages share one block.
+    # The sentences repeat, and equal passages share one block.
     assert report["computed"] + report["reused"] <= report["passages"]
-    assert cli(*command).json["passages"] == report["passages"]  # the size was noted
+    assert cli(*command).json["passages"] == report["passages"]  # the chunk size was saved
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def test_splits_long_documents(cli: Command, model: Path, tmp_path: Path) -> Non
         ),
     ],
 )
-def test_a_new_database_without_a_usable_model_and_embedding_is_refused(
+def test_a_new_database_needs_a_usable_model_and_embedding(
     cli: Command,
     documents: Path,
     model: Path,
@@ -182,12 +182,12 @@ def test_a_new_database_without_a_usable_model_and_embedding_is_refused(
     assert not (tmp_path / "db" / MANIFEST).exists()
 
 
-def test_refuses_another_embedding(cli: Command, database: Path, documents: Path) -> None:
+def test_another_embedding_is_refused(cli: Command, database: Path, documents: Path) -> None:
     output = cli("ingest", documents, "--db", database, "--embedding", "BAAI/bge-small-en-v1.5")
     assert (output.status, "made with embedding 'hashing'" in output.stderr) == (1, True)
 
 
-def test_an_answer_comes_with_sources_and_a_line_on_reuse(cli: Command, database: Path) -> None:
+def test_an_answer_lists_its_sources_and_reuse(cli: Command, database: Path) -> None:
     output = cli("ask", "How high is Halden Tower?", "--db", database, "--max-new-tokens", 3)
     assert output.status == 0, output.stderr
     *_, source, reuse = output.stdout.splitlines()
@@ -208,7 +208,9 @@ def test_first_answer_reuses_every_block(cli: Command, database: Path) -> None:
     assert set(second["sources"][0]) == {"source", "page", "title", "text", "score"}
 
 
-def test_the_first_answer_is_marked_as_including_the_warm_up(cli: Command, database: Path) -> None:
+def test_the_first_answer_is_reported_as_including_the_warm_up(
+    cli: Command, database: Path
+) -> None:
     command = ("ask", "--db", database, "--max-new-tokens", 3)
     asked = "How high is it?\nHow long is it?\n"
     answers = cli(*command, "--json", given=asked).stdout.splitlines()
@@ -244,7 +246,9 @@ def test_ask_takes_a_recipe(cli: Command, database: Path, model: Path, tmp_path:
     assert (nowhere.status, "Found no recipe at nowhere" in nowhere.stderr) == (1, True)
 
 
-def test_another_model_warns(cli: Command, database: Path, tmp_path: Path) -> None:
+def test_asking_with_another_model_logs_a_warning(
+    cli: Command, database: Path, tmp_path: Path
+) -> None:
     other = tmp_path / "other"
     tiny_model(seed=1).save_pretrained(other)
     tiny_tokenizer().save_pretrained(other)
@@ -255,7 +259,9 @@ def test_another_model_warns(cli: Command, database: Path, tmp_path: Path) -> No
     assert cli(*command).json["misses"] == 0
 
 
-def test_refuses_other_model(cli: Command, database: Path, documents: Path, model: Path) -> None:
+def test_ingesting_with_another_model_is_refused(
+    cli: Command, database: Path, documents: Path, model: Path
+) -> None:
     output = cli("ingest", documents, "--db", database, "--model", "bundled")
     assert output.status == 1
     assert output.stderr.startswith(f"error: {database} has passages encoded by {model}, found ")
@@ -263,7 +269,9 @@ def test_refuses_other_model(cli: Command, database: Path, documents: Path, mode
     assert cli("ingest", documents, "--db", database, "--model", model).status == 0
 
 
-def test_follows_moved_model(cli: Command, documents: Path, model: Path, tmp_path: Path) -> None:
+def test_a_moved_model_is_found_again(
+    cli: Command, documents: Path, model: Path, tmp_path: Path
+) -> None:
     before, after = tmp_path / "before", tmp_path / "after"
     shutil.copytree(model, before)
     command = ("ingest", documents, "--db", tmp_path / "db", "--json", "--model")
@@ -274,7 +282,7 @@ def test_follows_moved_model(cli: Command, documents: Path, model: Path, tmp_pat
     assert output.stderr.count(f"was made with {before} and now uses {after}") == 1
 
 
-def test_a_failed_ingestion_fixes_neither_model_nor_embedding(
+def test_a_failed_ingestion_saves_neither_model_nor_embedding(
     cli: Command, documents: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def stop(*_: object) -> None:
@@ -294,7 +302,9 @@ def test_a_failed_ingestion_fixes_neither_model_nor_embedding(
     assert (report.json["added"], report.json["embedding"]) == (2, "hashing")
 
 
-def test_estimates_the_work(cli: Command, documents: Path, model: Path, tmp_path: Path) -> None:
+def test_ingest_prints_an_estimate_of_the_work(
+    cli: Command, documents: Path, model: Path, tmp_path: Path
+) -> None:
     command = ("ingest", documents, "--db", tmp_path / "db", "--model", model)
     output = cli(*command, "--json")
     [line] = [line for line in output.stderr.splitlines() if " to encode: about " in line]
@@ -304,11 +314,13 @@ def test_estimates_the_work(cli: Command, documents: Path, model: Path, tmp_path
     text = "Halden Tower is 214 metres high." + "# Rivers\n\nThe Ossa River is long."
     [rate] = re.findall(r"1 MB of such text takes about ([\d.]+ \w+) with", output.stderr)
     assert rate == size(output.json["stored_bytes"] / len(text) * 1e6)
-    assert " to encode: " not in cli(*command).stderr  # all is stored
+    assert " to encode: " not in cli(*command).stderr  # everything is stored
 
 
 @pytest.mark.parametrize("kv_dtype", ["model", "int8"])
-def test_estimate_is_exact(kv_dtype: Any, documents: Path, model: Path, tmp_path: Path) -> None:
+def test_the_estimate_of_the_size_is_exact(
+    kv_dtype: Any, documents: Path, model: Path, tmp_path: Path
+) -> None:
     estimates: list[Estimate] = []
     wanted = Manifest(str(model), fingerprint="", kv_dtype=kv_dtype)
     database = Database.create(tmp_path / "db", wanted)
@@ -319,7 +331,7 @@ def test_estimate_is_exact(kv_dtype: Any, documents: Path, model: Path, tmp_path
     assert (found.new_tokens, found.new_bytes) == (report.computed_tokens, report.stored_bytes)
 
 
-def test_an_ingestion_that_the_disk_has_no_room_for_is_refused(
+def test_an_ingestion_that_exceeds_the_free_disk_space_is_refused(
     cli: Command, documents: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = shutil.disk_usage(tmp_path)._replace(free=1000)
@@ -340,13 +352,17 @@ def test_int8_is_suggested_for_large_databases(
     assert "note: with --kv-dtype int8 they would" in cli(*command, tmp_path / "large").stderr
 
 
-def test_reports_equal_texts(cli: Command, documents: Path, model: Path, tmp_path: Path) -> None:
+def test_equal_texts_are_reported(
+    cli: Command, documents: Path, model: Path, tmp_path: Path
+) -> None:
     shutil.copy(documents / "tower.txt", documents / "copy.txt")
     output = cli("ingest", documents, "--db", tmp_path / "db", "--model", model)
     assert "stored; 1 passage of equal text share them" in output.stdout
 
 
-def test_needs_words(cli: Command, database: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_empty_question_is_refused(
+    cli: Command, database: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert cli("ask", " ", "--db", database).status == 2
     manifest = json.loads((database / MANIFEST).read_text(encoding="utf-8"))
     manifest["collection"] = "empty"
@@ -371,7 +387,9 @@ def test_refuses_unusable_manifests(cli: Command, database: Path, text: str, mes
     assert message in output.stderr
 
 
-def test_square_brackets_in_a_passage_are_text(cli: Command, model: Path, tmp_path: Path) -> None:
+def test_square_brackets_in_a_passage_are_not_markup(
+    cli: Command, model: Path, tmp_path: Path
+) -> None:
     text = tmp_path / "brackets.txt"
     text.write_text("[/bold] The depth is 45 feet. [link=x] [red]", encoding="utf-8")
     assert cli("ingest", text, "--db", tmp_path / "db", "--model", model).status == 0
@@ -380,7 +398,9 @@ def test_square_brackets_in_a_passage_are_text(cli: Command, model: Path, tmp_pa
     assert "[/bold] The depth is 45 feet. [link=x] [red]" in output.stdout
 
 
-def test_marks_cut_answer(cli: Command, database: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_that_was_cut_off_is_marked(
+    cli: Command, database: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     command = ("ask", "How high is it?", "--db", database, "--max-new-tokens", 3)
     assert cli(*command, "--json").json["finish_reason"] == "length"
     assert " ... [cut off after 3 tokens: --max-new-tokens, " in cli(*command).stdout
@@ -403,7 +423,7 @@ def test_sources_name_the_page_of_a_pdf(cli: Command, model: Path, tmp_path: Pat
     assert f"[1] {path} page 2 (" in cli(*command).stdout
 
 
-def test_escapes_control_characters(cli: Command, model: Path, tmp_path: Path) -> None:
+def test_control_characters_are_escaped(cli: Command, model: Path, tmp_path: Path) -> None:
     text = "\x1b]0;owned\x07The depth is 45 feet.\x1b[2J\u202e"
     folder = tmp_path / "folder"
     folder.mkdir()
@@ -420,9 +440,9 @@ def test_escapes_control_characters(cli: Command, model: Path, tmp_path: Path) -
     assert source["text"].startswith("\x1b]0;owned\x07The")
 
 
-def test_a_block_that_a_question_computes_is_reported(cli: Command, database: Path) -> None:
+def test_a_passage_that_a_question_encodes_is_reported(cli: Command, database: Path) -> None:
     for entry in database.rglob("*.safetensors"):
-        entry.unlink()  # the passage, and the instructions, which `ask` does not count
+        entry.unlink()  # deletes the passage and the instructions, which `ask` does not count
     asked = cli("ask", "How high?", "--db", database, "--max-new-tokens", 1)
     assert "note: 1 block was computed now; passages are stored" in asked.stderr
     assert "[cut off after 1 token: " in asked.stdout

@@ -1,4 +1,4 @@
-"""``ingest --store``: keys and values elsewhere than in the database's folder."""
+"""``ingest --store`` keeps keys and values outside of the database folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The commands that measure: eval and plan."""
+"""The commands ``eval`` and ``plan``."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_eval_compares_folders_of_recipes(cli: Command, model: Path, tmp_path: P
 
 
 @pytest.mark.parametrize("command", ["eval", "check"])
-def test_a_recipe_is_looked_for_before_a_model_is_loaded(
+def test_a_missing_recipe_is_reported_before_the_model_is_loaded(
     command: str, cli: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = write_jsonl(tmp_path / "data.jsonl", [record(1)])
@@ -105,7 +105,7 @@ def test_eval_replays_a_log_of_prompts(cli: Command, model: Path, tmp_path: Path
     assert (tmp_path / "out.jsonl").read_text("utf-8").splitlines() == lines
 
 
-def test_eval_says_which_recipe_a_database_needs(
+def test_eval_recommends_a_recipe_for_a_database(
     cli: Command, database: Path, tmp_path: Path
 ) -> None:
     lines = [{"question": f"How high is Tower {n}?"} for n in range(2)]
@@ -137,14 +137,14 @@ def test_eval_says_which_recipe_a_database_needs(
         ((), "Expected --model NAME, or --db FOLDER"),
     ],
 )
-def test_eval_refuses_options_that_do_not_belong_together(
+def test_eval_refuses_conflicting_options(
     cli: Command, options: tuple[str, ...], message: str
 ) -> None:
     output = cli("eval", *options)
     assert (output.status, message in " ".join(output.stderr.split())) == (2, True)
 
 
-def test_eval_names_bad_lines_and_recipes(cli: Command, model: Path, tmp_path: Path) -> None:
+def test_eval_reports_invalid_lines_and_recipes(cli: Command, model: Path, tmp_path: Path) -> None:
     data = write_jsonl(tmp_path / "data.jsonl", [record(1)])
     output = cli("eval", "--model", model, "--data", data, "--recipes", "faster")
     assert (output.status, "Found no recipe at faster: expected" in output.stderr) == (1, True)
@@ -166,7 +166,7 @@ def test_plan_estimates_a_collection_without_weights(cli: Command, tmp_path: Pat
     assert "gpu" in shown.stdout
 
 
-def test_plan_counts_in_the_type_that_the_model_will_be_loaded_in(cli: Command) -> None:
+def test_plan_uses_the_dtype_that_the_model_is_loaded_with(cli: Command) -> None:
     command = ("plan", "--passages", 10, "--model", "135m", "--tflops", 1, "--json")
     assert cli(*command).json["dtype"] == "float32"
     assert cli(*command, "--gpu-memory", 8).json["dtype"] == "bfloat16"
@@ -189,7 +189,7 @@ def test_plan_estimates_int8(cli: Command) -> None:
     [(("--gpu-memory", 80), 1), (("--tflops", 0), 2)],
     ids=["a GPU that is not here", "no speed"],
 )
-def test_plan_needs_the_speed_of_an_absent_gpu(
+def test_plan_without_the_gpu_needs_its_speed(
     cli: Command, monkeypatch: pytest.MonkeyPatch, options: tuple[object, ...], status: int
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
@@ -212,7 +212,7 @@ PLAN = ("plan", "--model", "8b", "--tflops", 1)
         (PLAN, ("--passages", 3, "--tflops", 0), "Found 0, expected above 0"),
     ],
 )
-def test_refuses_invalid_options(
+def test_invalid_options_are_refused(
     cli: Command, command: tuple[object, ...], options: tuple[object, ...], message: str
 ) -> None:
     output = cli(*command, *options)

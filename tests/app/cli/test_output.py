@@ -68,7 +68,7 @@ def test_control_characters_are_escaped_wherever_text_is_printed(
     assert not {"\x1b", "\x07", "\r", "\x9b"} & set(shown.out + shown.err)
 
 
-def test_the_widest_table_of_eval_breaks_no_number_on_a_terminal_of_80_columns() -> None:
+def test_the_widest_eval_table_fits_into_80_columns_without_splitting_numbers() -> None:
     whole = Interval(1.0, 1.0, 1.0)
     result = ModeResult(
         mode="block-composite", samples=500, accuracy=whole, exact_match=whole, f1=whole,
@@ -79,13 +79,13 @@ def test_the_widest_table_of_eval_breaks_no_number_on_a_terminal_of_80_columns()
     with console.capture() as capture:
         console.print(accuracy_table("bundled on questions.jsonl", [result]))
     lines = [line for line in capture.get().splitlines() if line.strip(" ─")]
-    assert len(lines) == 3  # title, columns, the row
+    assert len(lines) == 3  # title, column names, one row
     shown = ["block-composite", "100.0 (100.0-100.0)", "100.0", "-12.5", "99.9"]
     assert [cell in lines[2] for cell in shown] == [True] * len(shown)
 
 
 class Clock:
-    """Time as a test sets it."""
+    """Clock that the test sets."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -101,7 +101,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return found
 
 
-def test_long_stage_reports_time_left(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_long_stage_reports_the_remaining_time(
+    clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
     with stages() as report:
         for done, seconds in ((100, 0), (101, 1), (150, 25), (160, 5), (200, 20)):
             clock.now += seconds
@@ -116,7 +118,9 @@ def test_long_stage_reports_time_left(clock: Clock, capsys: pytest.CaptureFixtur
     ]
 
 
-def test_first_item_gives_no_time_left(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_remaining_time_is_shown_after_the_first_item(
+    clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
     with stages() as report:
         for done, seconds in ((0, 0), (1, 60), (100, 30), (200, 30), (200, 5)):
             clock.now += seconds
@@ -129,7 +133,9 @@ def test_first_item_gives_no_time_left(clock: Clock, capsys: pytest.CaptureFixtu
     ]
 
 
-def test_terminal_bars(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_bars_are_shown_on_a_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     terminal = Console(width=100, stderr=True, force_terminal=True)
     monkeypatch.setattr("blockattn_rag.app.cli.progress.stderr", terminal)
     with stages() as report:
@@ -160,7 +166,7 @@ def test_reports_waits(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.M
     ("terminal", "columns", "width"),
     [(None, "", 160), (None, "wide", 160), (None, "72", None), (1, "", None), (2, "", None)],
 )
-def test_an_unknown_width_is_not_80_columns(
+def test_tables_are_not_limited_to_80_columns_if_the_width_is_unknown(
     terminal: int | None, columns: str, width: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("os.isatty", lambda fd: fd == terminal)
@@ -168,7 +174,7 @@ def test_an_unknown_width_is_not_80_columns(
     assert output_width() == width
 
 
-def test_long_paths_fold_and_numbers_do_not() -> None:
+def test_long_paths_wrap_and_numbers_do_not() -> None:
     path = "/home/somebody/projects/documents/databases/mydb/recipe"
     numbers = ["100.0", "99.5", "-12.5", "97.5", "123 ms", "99.9", "0.1234"]
     console = Console(width=80)
@@ -180,7 +186,7 @@ def test_long_paths_fold_and_numbers_do_not() -> None:
     assert "".join(folded) == path
 
 
-def test_titles_do_not_fold() -> None:
+def test_titles_do_not_wrap() -> None:
     console = Console(width=80)
     with console.capture() as capture:
         console.print(table("/a/path/that/is/longer/than/the/table", ("a",), [("1",)]))

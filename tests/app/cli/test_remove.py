@@ -10,7 +10,7 @@ from tests.app.cli.conftest import Command
 
 @pytest.fixture
 def database(cli: Command, model: Path, documents: Path, tmp_path: Path) -> Path:
-    """A database of two documents, whose files are there."""
+    """A database of two documents whose files still exist."""
     assert cli("ingest", documents, "--db", tmp_path / "db", "--model", model).status == 0
     return tmp_path / "db"
 
@@ -20,7 +20,7 @@ def test_removed_file_is_collected(cli: Command, database: Path, documents: Path
     assert report["removed"] == 1
     assert report["sources"] == [str(documents / "tower.txt")]
     freed = cli("store", "gc", database, "--grace", "0s", "--json").json
-    # One passage, and the words before passages, which no passage refers to.
+    # The passage, and the text before passages, which Chroma does not refer to.
     assert freed["deleted"]["count"] == 2
     command = ("ask", "How high is Halden Tower?", "--db", database, "--max-new-tokens", 2)
     found = cli(*command, "--json").json
@@ -44,13 +44,15 @@ def test_folder_removes_its_files(cli: Command, database: Path, documents: Path)
     assert "contains no passages" in output.stderr
 
 
-def test_refuses_new_files(cli: Command, database: Path, documents: Path, tmp_path: Path) -> None:
+def test_files_that_were_not_ingested_are_refused(
+    cli: Command, database: Path, documents: Path, tmp_path: Path
+) -> None:
     output = cli("remove", documents / "tower.txt", tmp_path / "other.txt", "--db", database)
     assert output.status == 1
     assert f"has no passages from {tmp_path / 'other.txt'}" in output.stderr
     report = cli("remove", documents / "tower.txt", "--db", database, "--json")
     assert json.loads(report.stdout)["removed"] == 1
-    assert cli("remove", "x.txt", "--db", tmp_path).status == 1  # no database
+    assert cli("remove", "x.txt", "--db", tmp_path).status == 1  # not a database
 
 
 def test_link_is_removed_by_name(cli: Command, database: Path, documents: Path) -> None:
@@ -60,7 +62,9 @@ def test_link_is_removed_by_name(cli: Command, database: Path, documents: Path) 
     assert cli("remove", link, "--db", database, "--json").json["sources"] == [str(link)]
 
 
-def test_names_outside_link(cli: Command, database: Path, documents: Path, tmp_path: Path) -> None:
+def test_a_file_replaced_by_a_link_to_the_outside_is_reported(
+    cli: Command, database: Path, documents: Path, tmp_path: Path
+) -> None:
     replaced, outside = documents / "tower.txt", tmp_path / "outside.txt"
     replaced.rename(outside)
     replaced.symlink_to(outside)
@@ -69,7 +73,9 @@ def test_names_outside_link(cli: Command, database: Path, documents: Path, tmp_p
     assert f"{database} still has their passages: {replaced}" in output.stderr
 
 
-def test_suggested_command_frees_everything(cli: Command, database: Path, documents: Path) -> None:
+def test_the_suggested_command_deletes_the_unused_kv(
+    cli: Command, database: Path, documents: Path
+) -> None:
     suggestion = cli("remove", documents, "--db", database).stdout.split("blockattn-rag ")[1]
     words = suggestion.replace("\n", "").split()
-    assert cli(*words, "--json").json["deleted"]["count"] == 3  # two, and the words before them
+    assert cli(*words, "--json").json["deleted"]["count"] == 3  # with the text before passages

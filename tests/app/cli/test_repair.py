@@ -1,4 +1,4 @@
-"""``blockattn-rag repair``: of a database and of files."""
+"""``blockattn-rag repair`` with a database and with files."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def lines(path: Path, records: list[dict[str, Any]]) -> Path:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Repairs take seconds, and are the same on every machine."""
+    """Limit repairs to seconds, with a plan that does not depend on the speed of the machine."""
     own = run.repair
 
     def repair(*args: Any, **options: Any) -> Any:
@@ -44,7 +44,7 @@ def questions(tmp_path: Path) -> Path:
     return lines(tmp_path / "questions.jsonl", records)
 
 
-def test_a_database_is_repaired_and_asked_with_its_recipe(
+def test_a_repaired_database_is_queried_with_its_recipe(
     cli: Command, model: Path, documents: Path, questions: Path, tmp_path: Path
 ) -> None:
     db = tmp_path / "db"
@@ -60,22 +60,22 @@ def test_a_database_is_repaired_and_asked_with_its_recipe(
     assert agreement.startswith("Tokens that full mode would choose too: ")
     assert right.startswith("Right answers: full ")
     assert use == "2 of 2 passages re-encoded. `ask` now uses it."
-    # Without a terminal, each stage is a line when it starts.
+    # Without a terminal, one line is printed when a stage starts.
     stages = ["full mode's answers", "fitting in closed form", "training", "choosing",
               "measuring", "right answers", "re-encoding passages"]  # fmt: skip
     begun = [line.partition(" (")[0] for line in output.stderr.splitlines()]
-    # A machine that got faster has more answers computed before the training.
+    # If the machine has become faster, more answers are computed before the training.
     assert list(dict.fromkeys(name for name in begun if name in stages)) == stages
     assert recipe.prompt_format == "ask"
     assert not (db / "recipe.work").exists()
     assert json.loads((db / MANIFEST).read_text())["recipe"] == "auto"
     answer = cli("ask", "How high is it?", "--db", db, "--max-new-tokens", 2, "--json")
-    assert answer.json["misses"] <= 1  # the head of the prompt, which is no passage
+    assert answer.json["misses"] <= 1  # the text before the passages
     assert answer.json["hits"] >= 2
     assert "recipe" not in answer.stderr
 
 
-def test_the_report_names_the_model_that_the_recipe_belongs_to(
+def test_the_report_names_the_model_of_the_recipe(
     cli: Command, model: Path, documents: Path, questions: Path, tmp_path: Path
 ) -> None:
     db = tmp_path / "db"
@@ -87,7 +87,7 @@ def test_the_report_names_the_model_that_the_recipe_belongs_to(
     assert "Skipped" not in cli(*asking, "--model", model).stderr
 
 
-def test_blocks_of_other_recipes_do_not_stay_in_the_database(
+def test_blocks_encoded_with_other_recipes_are_deleted_from_the_database(
     cli: Command, model: Path, documents: Path, questions: Path, tmp_path: Path
 ) -> None:
     db = tmp_path / "db"
@@ -146,7 +146,7 @@ def test_impossible_requests_are_reported_in_one_line(
     assert not (tmp_path / "out").exists()
 
 
-def test_the_nearest_passages_share_words_with_the_question() -> None:
+def test_passages_that_share_words_with_the_question_are_nearest() -> None:
     passages = [Passage("Tower", "It is high."), Passage("", "The river Teme"), Passage("Sea", "")]
     nearest = _Lexical(passages)
     assert nearest("How long is the river Teme?", 1) == [passages[1]]

@@ -1,4 +1,4 @@
-"""``blockattn-rag serve``, with a stand-in for vLLM."""
+"""``blockattn-rag serve`` with a stand-in for vLLM."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeVllm:
 def server(
     loaded: BlockModel, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[FakeServer]:
-    """What answers behind the stand-in."""
+    """The server that the stand-in forwards requests to."""
     fake = FakeServer(loaded, name=str(model), api_key="the-secret")
     with fake.listening():
         monkeypatch.setenv("FAKE_UPSTREAM", fake.url.rpartition(":")[2])
@@ -64,7 +64,8 @@ def test_a_served_model_is_checked_and_stopped_by_a_signal(
     try:
         assert process.stdout is not None
         address, curl = process.stdout.readline(), process.stdout.readline()
-        is_immune = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN  # and so are its children
+        # Child processes inherit whether SIGHUP is ignored.
+        is_immune = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
         assert _ignores_hangup(process.pid) == (is_immune or launcher == ["nohup"])
         process.send_signal(number)
         _, errors = process.communicate(timeout=LONGEST_S)
@@ -148,7 +149,7 @@ def test_wrong_arguments_are_refused_before_vllm_starts(
 
 
 @pytest.mark.parametrize("address", ["redis://:{}@127.0.0.1", "s3://me:{}@kv", "s3://kv?key={}"])
-def test_a_store_with_a_password_is_refused_and_not_shown(
+def test_a_store_address_with_a_password_is_refused_without_showing_it(
     cli: Command, vllm: FakeVllm, loaded: BlockModel, model: Path, port: int, tmp_path: Path,
     address: str,
 ) -> None:  # fmt: skip
@@ -160,7 +161,7 @@ def test_a_store_with_a_password_is_refused_and_not_shown(
     assert not (vllm.folder / "told.json").exists()
 
 
-def test_a_secret_for_vllm_is_refused_and_not_shown(cli: Command, vllm: FakeVllm) -> None:
+def test_a_secret_for_vllm_is_refused_without_showing_it(cli: Command, vllm: FakeVllm) -> None:
     output = cli("serve", "bundled", "--store", "kv", "--", "--api-ke", "hunter2")
     assert output.status != 0
     assert "VLLM_API_KEY" in output.stderr
@@ -168,7 +169,9 @@ def test_a_secret_for_vllm_is_refused_and_not_shown(cli: Command, vllm: FakeVllm
     assert not (vllm.folder / "told.json").exists()
 
 
-def test_a_database_of_a_server_is_refused(cli: Command, vllm: FakeVllm, database: Path) -> None:
+def test_a_database_ingested_through_a_server_is_refused(
+    cli: Command, vllm: FakeVllm, database: Path
+) -> None:
     manifest = database / "blockattn.json"
     manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "server": "http://gpu"}))
     output = cli("serve", "--db", database)

@@ -1,4 +1,4 @@
-"""Ingesting and asking through a server."""
+"""``ingest`` and ``ask`` through a server."""
 
 from __future__ import annotations
 
@@ -27,20 +27,21 @@ def test_a_database_is_ingested_and_asked_through_a_server(
     assert not (db / "journal").exists()
     assert not (db / "kv").exists()
 
-    again = cli("ingest", documents, "--db", db, "--json").json  # by the server that is noted
+    # The database saves the address of the server.
+    again = cli("ingest", documents, "--db", db, "--json").json
     assert (again["computed"], again["reused"]) == (0, made.json["computed"])
 
     question = ("ask", "How high is Halden Tower?", "--max-new-tokens", 6, "--json")
     found, wanted = (cli(*question, "--db", folder) for folder in (db, here))
     assert found.status == 0, found.stderr
     assert found.json["answer"] == wanted.json["answer"]
-    # The server keeps the instructions before the passages in memory, not in its store.
+    # The server keeps the instructions before the passages in memory and does not store them.
     assert (found.json["misses"], wanted.json["misses"]) == (1, 0)
     assert len(server.bodies(CHATS)) == 1
     assert "the-secret" not in made.stdout + made.stderr + (db / "blockattn.json").read_text()
 
 
-def test_several_servers_share_an_ingestion_and_a_stopped_one_is_left_out(
+def test_several_servers_share_an_ingestion_and_a_stopped_one_is_skipped(
     cli: Command, server: FakeServer, loaded: BlockModel, model: Path, documents: Path,
     tmp_path: Path,
 ) -> None:  # fmt: skip
@@ -72,13 +73,13 @@ def test_an_interrupted_ingestion_is_resumed_from_its_journal(
     sent = len(server.bodies(ENCODE))
     resumed = cli(*command).json
     assert (resumed["computed"], resumed["added"]) == (0, resumed["passages"])
-    assert len(server.bodies(ENCODE)) == sent, "no passage is looked up"
+    assert len(server.bodies(ENCODE)) == sent, "expected no look-up of recorded passages"
     assert not (db / "journal").exists()
     assert cli(*command).json["reused"] == resumed["reused"]
-    assert len(server.bodies(ENCODE)) > sent, "a complete ingestion is looked up again"
+    assert len(server.bodies(ENCODE)) > sent, "expected a complete ingestion to be looked up again"
 
 
-def test_another_recipe_than_the_servers_is_refused(
+def test_a_recipe_that_differs_from_the_servers_is_refused(
     cli: Command, server: FakeServer, loaded: BlockModel, model: Path, documents: Path,
     tmp_path: Path,
 ) -> None:  # fmt: skip
@@ -87,7 +88,7 @@ def test_another_recipe_than_the_servers_is_refused(
     assert cli("ingest", documents, "--db", db, "--server", server.url).status == 0
     recipe_of(loaded).save(recipe)
     asking = ("ask", "How high?", "--db", db, "--max-new-tokens", 2)
-    assert cli(*asking).status == 0  # with the server's own recipe
+    assert cli(*asking).status == 0  # with the recipe of the server
     output = cli(*asking, "--recipe", recipe)
     assert output.status == 1
     assert "has its own, none; leave the recipe out" in " ".join(output.stderr.split())
@@ -107,7 +108,7 @@ def test_another_recipe_than_the_servers_is_refused(
         (("--dtype", "bfloat16"), "Cannot be combined with --server, which has its own dtype"),
     ],
 )
-def test_options_that_the_server_decides_are_refused(
+def test_options_that_the_server_determines_are_refused(
     cli: Command,
     server: FakeServer,
     model: Path,

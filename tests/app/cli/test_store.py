@@ -22,7 +22,7 @@ NO_TELEMETRY = Settings(anonymized_telemetry=False)
 
 @pytest.fixture
 def database(database: Path, cli: Command) -> Path:
-    """A database whose store holds its passage alone, not the words before passages."""
+    """A database whose store contains only its passage, not the text before passages."""
     assert cli("store", "gc", database, "--grace", "0", "--json").json["deleted"]["count"] == 1
     return database
 
@@ -32,7 +32,7 @@ def entries(database: Path) -> list[Path]:
 
 
 def add_orphan(database: Path) -> Path:
-    """An entry that no passage refers to, such as the instructions before them."""
+    """Add an entry that no passage refers to, such as the instructions before the passages."""
     kv = make_kv("instructions")
     store = DirectoryStore(database / "kv")
     store.put(kv.key, kv)
@@ -51,7 +51,7 @@ def test_stats_count_entries_tokens_and_bytes_by_model(cli: Command, database: P
     assert stats["entries"] == len(entries(database)) == 1
     assert stats["bytes"] == sum(path.stat().st_size for path in entries(database))
     assert [model["tokens"] for model in stats["models"].values()] == [stats["tokens"]]
-    # The KV folder itself serves as well.
+    # The KV folder itself is also accepted.
     assert cli("store", "stats", database / "kv", "--json").json["entries"] == 1
     assert "1" in cli("store", "stats", database).stdout
 
@@ -80,7 +80,7 @@ def test_refuses_folders_without_a_store(cli: Command, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_verify_finds_damage_and_deletes_it_when_asked(cli: Command, database: Path) -> None:
+def test_verify_finds_damage_and_deletes_it_on_request(cli: Command, database: Path) -> None:
     assert cli("store", "verify", database).status == 0
     [entry] = entries(database)
     damage(entry)
@@ -201,7 +201,9 @@ def test_store_may_be_folder_or_address(cli: Command, database: Path, tmp_path: 
     ],
 )
 @pytest.mark.parametrize("command", ["stats", "ls", "verify", "gc"])
-def test_refuses_unlistable_stores(cli: Command, command: str, address: str, message: str) -> None:
+def test_stores_that_cannot_be_listed_are_refused(
+    cli: Command, command: str, address: str, message: str
+) -> None:
     output = cli("store", command, address)
     assert (output.status, output.stdout) == (1, "")
     assert message in " ".join(output.stderr.split())
@@ -219,7 +221,7 @@ def test_ls_shows_each_entry_on_a_line_or_as_one_object(cli: Command, database: 
     }
 
 
-def test_gc_judges_one_tenant_at_a_time(cli: Command, database: Path) -> None:
+def test_gc_collects_one_tenant_at_a_time(cli: Command, database: Path) -> None:
     store = DirectoryStore(database / "kv")
     for name in ("one", "two"):
         kv = make_kv("passage", namespace=name)
@@ -228,7 +230,7 @@ def test_gc_judges_one_tenant_at_a_time(cli: Command, database: Path) -> None:
     assert (done["namespaces"], done["other"], done["deleted"]["count"]) == (["one"], 2, 1)
 
 
-def test_by_time_to_live_alone_no_chroma_is_needed(cli: Command, database: Path) -> None:
+def test_gc_by_time_to_live_needs_no_chroma(cli: Command, database: Path) -> None:
     [entry] = entries(database)
     os.utime(add_orphan(database), (0, 0))
     done = cli("store", "gc", database / "kv", "--ttl", "30d", "--json").json
@@ -239,7 +241,7 @@ def test_by_time_to_live_alone_no_chroma_is_needed(cli: Command, database: Path)
     assert cli("store", "gc", database, "--ttl", "soon").status == 2
 
 
-def test_verify_reads_a_share(cli: Command, database: Path) -> None:
+def test_verify_reads_the_requested_sample(cli: Command, database: Path) -> None:
     add_orphan(database)
     found = cli("store", "verify", database, "--sample", "50%", "--json").json
     assert (found["sample"], found["ok"] + found["skipped"]) == (0.5, 2)
@@ -247,7 +249,7 @@ def test_verify_reads_a_share(cli: Command, database: Path) -> None:
         assert cli("store", "verify", database, "--sample", share).status == 2
 
 
-def test_index_restores_the_index_of_a_database(cli: Command, database: Path) -> None:
+def test_index_command_restores_the_passage_index(cli: Command, database: Path) -> None:
     written = [*(database / "kv" / "sidecar").rglob("*.safetensors")]
     assert len(written) == 1
     content = written[0].read_bytes()

@@ -1,5 +1,3 @@
-"""``blockattn-rag train``."""
-
 from __future__ import annotations
 
 import inspect
@@ -29,7 +27,9 @@ def data(tmp_path: Path) -> Path:
     return file
 
 
-def test_train_writes_a_tuned_model(cli: Command, model: Path, data: Path, tmp_path: Path) -> None:
+def test_train_saves_a_fine_tuned_model(
+    cli: Command, model: Path, data: Path, tmp_path: Path
+) -> None:
     tuned = tmp_path / "tuned"
     command = ("train", "--model", model, "--data", data, "--output", tuned, "--batch-size", 2)
     output = cli(*command, "--json")
@@ -63,7 +63,7 @@ def test_the_report_has_the_losses_by_mode(
         assert by_mode == {}
 
 
-def test_train_has_the_defaults_of_the_config() -> None:
+def test_options_default_to_those_of_the_config() -> None:
     settings = FinetuneConfig(model="m", output="o", train_data=["d"])
     options = inspect.signature(train).parameters
     same = set(options) - {"model", "output", "data", "eval_data"}
@@ -74,7 +74,7 @@ def test_train_has_the_defaults_of_the_config() -> None:
 
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[FinetuneConfig]:
-    """The configs of the runs that commands start; each run ends at once with an error, "seen"."""
+    """Configs of the training runs that commands start. Each run fails at once with "seen"."""
     configs: list[FinetuneConfig] = []
 
     def stop(config: FinetuneConfig) -> None:
@@ -107,7 +107,7 @@ def test_every_option_reaches_the_config(cli: Command, runs: list[FinetuneConfig
         (("--batch-size", 0), 2, "--batch-size"),
     ],
 )
-def test_a_bad_setting_is_refused_by_name(
+def test_an_invalid_setting_is_named(
     cli: Command, runs: list[FinetuneConfig], options: tuple[object, ...], status: int, message: str
 ) -> None:
     output = cli("train", *LEAST, *options)

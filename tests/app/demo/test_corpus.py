@@ -15,7 +15,7 @@ SAMPLES = [
 COMPARISONS = [q for q in corpus.bundled_questions() if q.kind == "comparison"]
 
 
-def test_own_answers_are_right_and_others_wrong() -> None:
+def test_expected_answers_are_right_and_others_are_wrong() -> None:
     for sample in [*SAMPLES, *corpus.bundled_questions()]:
         assert corpus.is_correct(sample, sample.answer)
         assert corpus.is_correct(sample, f"  {sample.answer.upper()}\n")
@@ -73,6 +73,6 @@ def test_no_test_sample_is_about_an_entity_of_a_training_sample() -> None:
     assert titles("test").isdisjoint(titles("train"))
 
 
-def test_samples_that_do_not_come_with_the_package_are_no_file() -> None:
+def test_samples_missing_from_the_package_raise_an_error() -> None:
     with pytest.raises(FileNotFoundError, match="test-riddle-3"):
         corpus.bundled_samples("riddle", 3)

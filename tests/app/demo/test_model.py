@@ -1,4 +1,4 @@
-"""The bundled model, as files of the package."""
+"""The files of the bundled model in the package."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def test_the_bundled_model_fits_the_package() -> None:
     assert sum(path.stat().st_size for path in files) <= 12 * 2**20
 
 
-def test_the_bundled_model_lies_beside_the_code_that_loads_it() -> None:
+def test_the_bundled_model_is_next_to_the_code_that_loads_it() -> None:
     import blockattn_rag.model
 
     folder = Path(blockattn_rag.model.__file__).parent / "bundled"

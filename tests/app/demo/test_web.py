@@ -1,4 +1,4 @@
-"""The page of ``demo --web``, without a browser."""
+"""The web page of ``demo --web``, tested without a browser."""
 
 from __future__ import annotations
 
@@ -59,14 +59,14 @@ def test_passages_are_marked_by_whether_they_were_stored_before(database: Databa
     store = database.engine.store
     for key in list(store.keys()):
         store.delete(key)
-    race = Race(Database.open(database.path), top_k=2)  # no block of which is in memory
+    race = Race(Database.open(database.path), top_k=2)  # with no block in memory
     first, *_, last = shown(race, "Halden Tower")
     assert first.passages.count("computed now") == last.passages.count("computed now") == 2
     first, *_ = shown(race, "Halden Tower")
     assert first.passages.count("computed now") == 0
 
 
-def test_texts_of_others_are_escaped(database: Database) -> None:
+def test_untrusted_texts_are_escaped(database: Database) -> None:
     last = shown(Race(database, top_k=2), "Halden Tower")[-1]
     assert "<img" not in "".join(last)
     assert "&lt;img src=x onerror=alert(1)&gt;" in last.passages
@@ -102,7 +102,7 @@ Serve = Callable[[Checks], None]
 
 @pytest.fixture
 def served(database: Database) -> Serve:
-    """Serve the page for the time of some checks, which get its address."""
+    """Serve the page while ``checks`` runs with its address."""
     import gradio
 
     def run(checks: Checks) -> None:
@@ -147,14 +147,14 @@ def test_other_host_names_are_refused(served: Serve) -> None:
 @pytest.mark.parametrize(
     ("name", "host"), [("demo.example", "demo.example"), ("::1", "[::1]"), ("[::1]", "[::1]")]
 )
-def test_the_name_that_the_server_was_given_is_trusted(
+def test_the_configured_server_name_is_trusted(
     served: Serve, monkeypatch: pytest.MonkeyPatch, name: str, host: str
 ) -> None:
     def checks(url: str) -> None:
         assert httpx.get(url, headers={"host": f"{host}:7860"}).is_success
         assert httpx.get(url, headers={"host": "evil.example"}).status_code == 400
 
-    monkeypatch.setenv("GRADIO_SERVER_NAME", name)  # gradio has read it, so it listens on 127.0.0.1
+    monkeypatch.setenv("GRADIO_SERVER_NAME", name)  # too late for gradio: it listens on 127.0.0.1
     served(checks)
 
 

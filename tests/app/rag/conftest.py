@@ -1,4 +1,4 @@
-"""The folder of documents and the tiny model of the command line's tests."""
+"""Fixtures shared with the tests of the command line: documents and a tiny model."""
 
 from tests.app.cli.conftest import documents, model
 

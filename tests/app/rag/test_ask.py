@@ -1,4 +1,4 @@
-"""Questions to a database: what answers them, and what does not keep them from being answered."""
+"""Questions to a database: prompts, history, and answers despite failures of the store."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from blockattn_rag.prompts.blocks import BlockPrompt
 from tests.holding import FEW, holding
 
 
-def test_a_store_that_fails_after_ingestion_costs_a_warning_and_never_an_answer(
+def test_a_store_that_fails_after_ingestion_only_causes_a_warning(
     model: Path, documents: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = tmp_path / "db"
@@ -45,7 +45,7 @@ def test_a_store_that_fails_after_ingestion_costs_a_warning_and_never_an_answer(
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[BlockPrompt]:
-    """The prompts that reach the engine."""
+    """Prompts that reach the engine."""
     prompts: list[BlockPrompt] = []
     original = BlockAttentionEngine.stream
 
@@ -69,7 +69,7 @@ def test_question_must_be_valid_text(model: Path, documents: Path, tmp_path: Pat
         assistant.ask("a \udcff?")
 
 
-def test_earlier_turns_stand_behind_the_passages_which_stay_hits(
+def test_earlier_turns_follow_the_passages_which_remain_hits(
     model: Path, documents: Path, tmp_path: Path, asked: list[BlockPrompt]
 ) -> None:
     assistant = Assistant(ingested(model, documents, tmp_path / "db"), max_new_tokens=2, top_k=1)
@@ -79,7 +79,7 @@ def test_earlier_turns_stand_behind_the_passages_which_stay_hits(
     assert second.question == "Why?"
     assert [source.text for source in second.sources] == [source.text for source in first.sources]
     [found], [alone] = second.sources, assistant.ask("Why?").sources
-    assert (found.score or 0) > (alone.score or 0)  # found by the question before it
+    assert (found.score or 0) > (alone.score or 0)  # the query contains the previous question
     assert second.stats.misses == 0
     assert asked[1].context == asked[0].context
     assert "A: 214 metres.\n\nThis question: Why?" in asked[1].final
@@ -100,7 +100,7 @@ def test_stopped_answer_frees_the_model(model: Path, documents: Path, tmp_path: 
     assert held.tokens <= FEW + 1
 
 
-def test_equal_texts_count_once(model: Path, documents: Path, tmp_path: Path) -> None:
+def test_passages_with_equal_texts_count_once(model: Path, documents: Path, tmp_path: Path) -> None:
     for copy in range(4):
         (documents / f"copy{copy}").mkdir()
         (documents / f"copy{copy}" / "tower.txt").write_text("Halden Tower is 214 metres high.\n")

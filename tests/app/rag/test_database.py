@@ -1,4 +1,4 @@
-"""The database behind the command line: what is found is the same every time."""
+"""The database behind the command line: retrieval, settings and recipes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from blockattn_rag.errors import DatabaseError
 
 
 def test_finds_nearest_passages_in_any_graph(model: Path, tmp_path: Path) -> None:
-    for number in range(4):  # the graph has a random part
+    for number in range(4):  # construction of the graph is partly random
         database = Database.create(tmp_path / f"{number}", Manifest(str(model), fingerprint=""))
         texts = [f"title: {p.title}\n\n{p.text}" for p in bundled_corpus()]
         vectors = np.array(database.embedding.get_text_embedding_batch(texts))
@@ -29,7 +29,7 @@ def test_finds_nearest_passages_in_any_graph(model: Path, tmp_path: Path) -> Non
         assert [{int(i) for i in ids} for ids in found] == [set(row) for row in exact.tolist()]
 
 
-def test_a_database_keeps_its_settings(model: Path, tmp_path: Path) -> None:
+def test_settings_survive_reopening_the_database(model: Path, tmp_path: Path) -> None:
     folder = tmp_path / "db"
     settings = Manifest(
         str(model),
@@ -68,7 +68,7 @@ def test_an_invalid_setting_is_reported(
         Database.open(tmp_path)
 
 
-def test_a_database_keeps_the_settings_that_it_was_ingested_with(
+def test_a_database_runs_with_the_settings_of_its_ingestion(
     model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     created = Database.create(tmp_path, Manifest(str(model), fingerprint=""))
@@ -78,7 +78,7 @@ def test_a_database_keeps_the_settings_that_it_was_ingested_with(
     assert "keeps it" not in caplog.text
     path = tmp_path / MANIFEST
     fields = json.loads(path.read_text())
-    del fields["stock"]  # as earlier versions wrote it
+    del fields["stock"]  # which earlier versions did not write
     path.write_text(json.dumps(fields))
     found = Database.open(tmp_path)
     assert (str(found.engine.recipe), found.manifest.stock) == ("head:4", "head:4")
@@ -107,7 +107,7 @@ def test_fine_tuned_model_runs_as_trained(model: Path, tmp_path: Path) -> None:
         assert Database.open(folder).engine.recipe.sink == sink
 
 
-def test_databases_on_one_store_have_own_recipes(model: Path, tmp_path: Path) -> None:
+def test_databases_that_share_a_store_have_their_own_recipes(model: Path, tmp_path: Path) -> None:
     wanted = Manifest(str(model), fingerprint="", store=str(tmp_path / "store"))
     first, second, third = (
         Database.create(tmp_path / name, wanted) for name in ("first", "second", "third")
@@ -117,7 +117,7 @@ def test_databases_on_one_store_have_own_recipes(model: Path, tmp_path: Path) ->
     databases = (first, second, third)
     found = [Database.open(one.path).engine.recipe.sink for one in databases]
     assert found == ["head:2", "head:3", "head"]
-    # A later ingestion uses the database's own, too.
+    # A later ingestion also uses the recipe of the database.
     assert Database.create(second.path, wanted).engine.recipe.sink == "head:3"
     assert Database.open(second.path, recipe="none").engine.recipe == Recipe()
 

@@ -13,7 +13,7 @@ from llama_index.core.schema import MetadataMode
 from blockattn_rag.app.rag.documents import UnreadableFileError, load_documents
 
 
-def test_files_below_a_folder_are_read_but_hidden_and_binary_ones(documents: Path) -> None:
+def test_files_below_a_folder_are_read_except_hidden_and_binary_ones(documents: Path) -> None:
     loaded = load_documents([documents])
     assert [Path(d.metadata["source"]).name for d in loaded.documents] == ["river.md", "tower.txt"]
     [(file, reason)] = loaded.skipped
@@ -21,7 +21,7 @@ def test_files_below_a_folder_are_read_but_hidden_and_binary_ones(documents: Pat
     assert "binary" in reason
 
 
-def test_the_model_and_the_embedder_never_see_where_a_file_lies(documents: Path) -> None:
+def test_file_paths_are_hidden_from_the_model_and_the_embedder(documents: Path) -> None:
     for document in load_documents([documents]).documents:
         for mode in (MetadataMode.LLM, MetadataMode.EMBED):
             assert str(documents) not in document.get_content(mode)
@@ -46,7 +46,7 @@ def test_follows_links_within_a_folder_only(documents: Path, tmp_path: Path) -> 
         assert document.metadata["source"] == str(secret)
 
 
-def test_a_link_does_not_lead_into_the_folder_that_is_left_out(documents: Path) -> None:
+def test_links_into_the_excluded_folder_are_not_followed(documents: Path) -> None:
     (documents / "link.md").symlink_to(documents / "more" / "river.md")
     found = load_documents([documents], exclude=documents / "more").documents
     assert [Path(d.metadata["source"]).name for d in found] == ["tower.txt"]
@@ -60,7 +60,7 @@ def test_a_pdf_is_read_page_by_page(tmp_path: Path) -> None:
     assert {d.metadata["source"] for d in found} == {str(path)}
 
 
-def test_html_is_decoded_as_it_declares(tmp_path: Path) -> None:
+def test_html_is_decoded_with_its_declared_charset(tmp_path: Path) -> None:
     page = '<meta charset="iso-8859-1"><p>Stra\u00dfe</p>'
     (tmp_path / "old.html").write_bytes(page.encode("latin-1"))
     assert [d.text for d in load_documents([tmp_path]).documents] == ["Stra\u00dfe"]
@@ -99,7 +99,7 @@ def test_a_vanished_file_is_reported_and_the_others_are_read(documents: Path) ->
 
 @pytest.mark.parametrize("suffix", [".txt", ".md", ".html"])
 @pytest.mark.parametrize("named", [True, False])
-def test_a_forbidden_file_is_reported_and_the_others_are_read(
+def test_an_inaccessible_file_is_reported_and_the_others_are_read(
     documents: Path, monkeypatch: pytest.MonkeyPatch, suffix: str, named: bool
 ) -> None:
     file = documents / f"forbidden{suffix}"
@@ -110,7 +110,7 @@ def test_a_forbidden_file_is_reported_and_the_others_are_read(
     assert loaded.inaccessible == [(file, "cannot be opened (Permission denied)")]
 
 
-def test_forbidden_folders_are_reported_and_the_others_are_read(
+def test_inaccessible_folders_are_reported_and_the_others_are_read(
     documents: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     more, unlisted = documents / "more", documents / "unlisted.txt"
@@ -129,7 +129,7 @@ def test_forbidden_folders_are_reported_and_the_others_are_read(
 def forbid(
     monkeypatch: pytest.MonkeyPatch, *paths: Path, functions: tuple[str, ...] = ("open",)
 ) -> None:
-    """Refuse access to files and folders, as the system does for users other than root."""
+    """Deny access to files and folders, as the system does for users other than root."""
 
     def refusing(call: Any) -> Any:
         def wrapped(path: Any, *args: Any, **options: Any) -> Any:
@@ -145,7 +145,7 @@ def forbid(
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.md", "a.html"])
-def test_byte_order_marks_are_no_text(tmp_path: Path, name: str) -> None:
+def test_byte_order_marks_are_removed(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text("\ufeffHalden Tower", encoding="utf-8")
     [document] = load_documents([tmp_path]).documents
     assert document.text.strip() == "Halden Tower"
@@ -160,7 +160,7 @@ def test_folder_without_text_is_an_error(documents: Path, tmp_path: Path) -> Non
 
 
 def two_pages(*texts: str) -> bytes:
-    """A PDF with one line of text on each page."""
+    """Return a PDF with one line of text on each of two pages."""
     from io import BytesIO
 
     from pypdf import PdfWriter
@@ -186,7 +186,7 @@ def two_pages(*texts: str) -> bytes:
     return buffer.getvalue()
 
 
-def test_text_that_is_not_utf8_is_refused_and_not_thinned_out(tmp_path: Path) -> None:
+def test_text_that_is_not_utf8_is_refused_rather_than_stripped(tmp_path: Path) -> None:
     file = tmp_path / "old.txt"
     file.write_bytes("Stra\u00dfe".encode("latin-1"))
     with pytest.raises(UnreadableFileError, match=r"cannot be read .*utf-8"):

@@ -34,7 +34,7 @@ def test_cells_are_separated_with_and_without_end_tags(page: str) -> None:
     assert html_text(page.encode()) == "a | b\nc | d"
 
 
-def test_bars_of_the_text_are_kept() -> None:
+def test_vertical_bars_in_text_are_kept() -> None:
     assert html_text(b"<p>| x | y |</p>") == "| x | y |"
 
 
@@ -75,7 +75,7 @@ def test_invisible_elements_are_left_out(hidden: str) -> None:
     assert html_text(f"<p>be{hidden}fore</p>".encode()) == "before"
 
 
-def test_characters_that_start_no_tag_are_text() -> None:
+def test_angle_brackets_outside_of_tags_are_text() -> None:
     assert html_text(b"1 < 2 & 3 <4 &amp;lt; &eacute;&#8364;") == "1 < 2 & 3 <4 &lt; \u00e9\u20ac"
 
 
@@ -134,7 +134,7 @@ HOSTILE = {
 }  # fmt: skip
 
 
-@pytest.mark.timeout(60)  # far more than linear time takes, and far less than quadratic time
+@pytest.mark.timeout(60)  # ample for linear time, far too little for quadratic time
 @pytest.mark.parametrize("page", HOSTILE.values(), ids=HOSTILE)
 def test_hostile_pages_take_linear_time(page: str) -> None:
     assert "before" in html_text(f"<p>before</p>{page}".encode())
@@ -151,10 +151,10 @@ def test_hostile_pages_take_linear_time(page: str) -> None:
         ("&#128512;", "\U0001f600"),
     ],
 )
-def test_long_character_references_are_one_character(reference: str, character: str) -> None:
+def test_a_long_character_reference_is_one_character(reference: str, character: str) -> None:
     assert html_text(f"<p>a{reference}</p>".encode()) == f"a{character}"
 
 
 @pytest.mark.parametrize("label", ["unicode_escape", "idna", "rot13", "utf-7", "cp037"])
-def test_codecs_that_are_no_encodings_of_pages_are_not_applied(label: str) -> None:
+def test_codecs_that_are_not_page_encodings_are_not_applied(label: str) -> None:
     assert html_text(f"<meta charset={label}>\\u0041 +AGE-".encode()) == "\\u0041 +AGE-"

@@ -9,7 +9,7 @@ from typing import Any
 
 
 def record(number: int) -> dict[str, Any]:
-    """A record of the evaluation schema: two other passages, then the gold one."""
+    """Return an evaluation record with two distractor passages and the gold one."""
     return {
         "id": f"q{number}",
         "question": f"How high is Tower {number}?",

@@ -23,7 +23,7 @@ from tests.lab.evaluation.samples import record, write_jsonl
 
 
 class FakeEngine:
-    """Answers from a table by mode; notes every prompt it was given."""
+    """Engine that returns prepared answers by mode, and records its prompts."""
 
     kv_dtype = "model"
 
@@ -94,14 +94,14 @@ def test_an_interrupted_evaluation_resumes_from_its_records(tmp_path: Path) -> N
     engine = FakeEngine({"full": {"1": "100 metres"}}, fail_after=3)
     with pytest.raises(KeyboardInterrupt):
         run(engine, data, ("none",), batch_size=2, records_path=path)
-    # Killed while writing: half a line.
+    # A run killed while writing leaves an incomplete line.
     path.write_bytes(path.read_bytes() + b'{"id": "q4", "mo')
     again = FakeEngine({})
     report = run(again, data, ("none",), batch_size=2, records_path=path)
     assert len(again.asked) == 2
     assert report["full"].accuracy.mean == 0.25
     assert report["none"].samples == 4
-    # One line of settings, eight of records.
+    # One line of settings and eight records.
     assert len(path.read_text(encoding="utf-8").splitlines()) == 9
     nothing = FakeEngine({})
     assert run(nothing, data, ("none",), batch_size=2, records_path=path) == report
@@ -119,7 +119,7 @@ def test_records_of_other_settings_are_refused(tmp_path: Path) -> None:
     "text",
     ["what is this\n", "my only notes, no newline", '{"id": 1}\n{"id": 2}', "[1, 2]", '{"set up'],
 )
-def test_a_file_without_records_is_refused_and_unchanged(tmp_path: Path, text: str) -> None:
+def test_a_file_without_records_is_refused_and_kept(tmp_path: Path, text: str) -> None:
     path, data = tmp_path / "records.jsonl", samples(tmp_path, 1)
     path.write_text(text, encoding="utf-8")
     with pytest.raises(DataError, match="line 1: not a record file"):
@@ -158,7 +158,9 @@ def test_records_of_other_samples_with_the_same_ids_are_refused(tmp_path: Path, 
         {"batch_size": 0},
     ],
 )
-def test_bad_arguments_are_refused_first(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_invalid_arguments_are_refused_before_anything_runs(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
     engine = FakeEngine({})
     with pytest.raises(ValueError, match=r"recipe|batch_size"):
         run(engine, samples(tmp_path, 1), **options)
@@ -167,7 +169,7 @@ def test_bad_arguments_are_refused_first(tmp_path: Path, options: dict[str, Any]
     assert not engine.asked
 
 
-def test_a_real_engine_reuses_blocks_and_answers_alike_in_batches(tmp_path: Path) -> None:
+def test_batches_of_a_real_engine_reuse_blocks_without_changing_answers(tmp_path: Path) -> None:
     engine = tuned_engine()
     data = samples(tmp_path, 3)
     recipes: dict[str, RecipeLike] = {
@@ -183,7 +185,7 @@ def test_a_real_engine_reuses_blocks_and_answers_alike_in_batches(tmp_path: Path
     assert single["none"].stats.reused_tokens > 0
 
 
-def test_samples_that_do_not_fit_in_the_context_window_are_named(tmp_path: Path) -> None:
+def test_samples_that_exceed_the_context_window_are_reported(tmp_path: Path) -> None:
     engine = tuned_engine()
     long = record(2)
     long["passages"][0]["text"] = "A lake is deep. " * 2_000
@@ -197,8 +199,8 @@ def test_samples_that_do_not_fit_in_the_context_window_are_named(tmp_path: Path)
     evaluate(engine, short, (), max_new_tokens=1, records_path=path)
 
 
-def test_answers_that_the_context_window_cuts_off_are_counted(tmp_path: Path) -> None:
-    # Too little room for the guard of answers that repeat themselves, too.
+def test_answers_cut_off_by_the_context_window_are_counted(tmp_path: Path) -> None:
+    # The window is also too small for the repetition guard.
     engine = BlockAttentionEngine(tuned_model(max_position_embeddings=720))
     data = samples(tmp_path, 2)
     prompt = make_prompt(engine, prompt_format("chat"), data[0])

@@ -1,4 +1,4 @@
-"""Evaluation of a collection: figures of every row, and which recipe is recommended."""
+"""Evaluation of a collection: the values of each row, and the recommended recipe."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def samples(tmp_path: Path) -> list[EvaluationSample]:
 
 
 def asked_of(engine: BlockAttentionEngine, samples: list[EvaluationSample]) -> list[Asked]:
-    """The questions of samples, with full mode's own answers as the right ones."""
+    """Return the questions of samples, with the answers of full mode as the expected ones."""
     found = []
     for one in samples:
         prompt = make_prompt(engine, CHAT, one)
@@ -65,7 +65,7 @@ def test_rows_compare_a_recipe_and_fast_with_full_mode(
         "closed-book",
     ]
     assert (full.right, full.kept, report.with_answers) == (3, 3, 3)
-    # With all tokens recomputed, block mode is full mode.
+    # Block mode equals full mode if all tokens are recomputed.
     assert exact.agreement == Interval(1, 1, 1)
     assert exact.kl is not None
     assert exact.kl.mean < 1e-6
@@ -78,20 +78,20 @@ def test_rows_compare_a_recipe_and_fast_with_full_mode(
     assert all(row.ttft_s for row in (full, exact, fast))
 
 
-def test_without_right_answers_nothing_is_counted(
+def test_without_expected_answers_accuracy_is_not_reported(
     model: BlockModel, samples: list[EvaluationSample]
 ) -> None:
     engine = BlockAttentionEngine(model, recipe="head:4", resident_bytes=0)
     asked = [Asked(s.id, s.question, make_prompt(engine, CHAT, s)) for s in samples]
     report = evaluate_collection(engine, asked, max_new_tokens=NEW)
-    # The recipe is that of "fast".
+    # The recipe of the engine equals "fast", so it has no row of its own.
     assert [row.name for row in report.rows] == ["full", "fast"]
     assert [row.right for row in report.rows] == [None, None]
     assert report.with_answers == 0
 
 
 @pytest.mark.parametrize("text", ["recompute:0.1", "head:4+promote:1+recompute:0.1"])
-def test_the_store_gets_no_other_blocks_than_those_of_its_recipe(
+def test_the_store_only_receives_blocks_of_its_own_recipe(
     model: BlockModel, samples: list[EvaluationSample], text: str
 ) -> None:
     engine = BlockAttentionEngine(model, recipe=text)
@@ -114,7 +114,7 @@ def report_of(**shares: float) -> CollectionReport:
     ("costly", "fast", "expected"),
     [(0.99, 0.96, "fast"), (0.97, 0.94, "costly"), (0.90, 0.80, None)],
 )
-def test_the_cheapest_recipe_within_the_tolerance_is_best(
+def test_the_cheapest_recipe_within_the_tolerance_is_recommended(
     costly: float, fast: float, expected: str | None
 ) -> None:
     report = report_of(costly=costly, fast=fast)
@@ -122,7 +122,7 @@ def test_the_cheapest_recipe_within_the_tolerance_is_best(
     assert report.sooner(report["fast"]) == 4
 
 
-def test_right_answers_decide_where_they_are_known() -> None:
+def test_accuracy_decides_if_expected_answers_are_known() -> None:
     near = Interval(0.99, 0.99, 0.99)
     rows = (
         CollectionRow("full", right=20, kept=20, ttft_s=1.0),

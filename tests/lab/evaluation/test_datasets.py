@@ -12,7 +12,7 @@ from blockattn_rag.lab.evaluation.datasets import read_samples
 from tests.lab.evaluation.samples import record, write_jsonl
 
 
-def test_records_are_read_in_order_plain_and_zipped(tmp_path: Path) -> None:
+def test_records_are_read_in_order_from_plain_and_gzip_files(tmp_path: Path) -> None:
     plain = write_jsonl(tmp_path / "data.jsonl", [record(1), record(2)])
     zipped = tmp_path / "data.anything"
     zipped.write_bytes(gzip.compress(plain.read_bytes()))
@@ -40,7 +40,7 @@ def test_names_line_and_field(tmp_path: Path, change: dict[str, Any], message: s
         read_samples(path)
 
 
-def test_bad_json_bad_utf8_repeated_ids_and_empty_files_are_data_errors(tmp_path: Path) -> None:
+def test_invalid_json_utf8_duplicate_ids_and_empty_files_are_data_errors(tmp_path: Path) -> None:
     path = tmp_path / "data.jsonl"
     for content, message in (
         (b'{"id": ', "line 1"),
@@ -53,7 +53,7 @@ def test_bad_json_bad_utf8_repeated_ids_and_empty_files_are_data_errors(tmp_path
             read_samples(path)
 
 
-def test_fewer_passages_keep_the_gold_one_and_the_order(tmp_path: Path) -> None:
+def test_reducing_passages_keeps_the_gold_one_and_the_order(tmp_path: Path) -> None:
     sample = read_samples(write_jsonl(tmp_path / "data.jsonl", [record(1)]))[0]
     assert [p.title for p in sample.with_passages(2).passages] == ["Other 1", "Tower 1"]
     assert [p.title for p in sample.with_passages(1).passages] == ["Tower 1"]

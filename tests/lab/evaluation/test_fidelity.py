@@ -1,4 +1,4 @@
-"""Fidelity: figures against the oracle by hand, modes, files, and what is refused."""
+"""Fidelity: comparison with the oracle, modes, record files and invalid input."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_divergence_and_agreement_equal_the_oracle(
             )
         )
         kl = (full.exp() * (full - block)).sum(-1)
-        # The oracle's logits are exact to 1e-4 (the design's law), and KL moves by twice as much.
+        # Logits may differ from the oracle's by 1e-4, which changes KL by up to 2e-4.
         assert found.kl == pytest.approx(float(kl.mean()), rel=1e-3, abs=2e-4)
         assert found.first_kl == pytest.approx(float(kl[0]), rel=1e-3, abs=2e-4)
         same = (block.argmax(-1) == torch.tensor(answer)).float()
@@ -69,7 +69,9 @@ def test_divergence_and_agreement_equal_the_oracle(
         assert found.tokens == len(answer)
 
 
-def test_floor_is_rounding(engine: BlockAttentionEngine, samples: list[EvaluationSample]) -> None:
+def test_the_floor_only_contains_rounding_errors(
+    engine: BlockAttentionEngine, samples: list[EvaluationSample]
+) -> None:
     report = measure(engine, samples, "none", "head:4", closed_book=True)
     assert [row.mode for row in report.results] == ["floor", "none", "head:4", "closed-book"]
     assert report["floor"].kl.high < 1e-8
@@ -84,20 +86,26 @@ def test_floor_is_rounding(engine: BlockAttentionEngine, samples: list[Evaluatio
     assert set(row["recovery"]) == set(row["kl"]) == {"mean", "low", "high"}
 
 
-def test_equal_modes(engine: BlockAttentionEngine, samples: list[EvaluationSample]) -> None:
+def test_modes_without_passages_are_equal(
+    engine: BlockAttentionEngine, samples: list[EvaluationSample]
+) -> None:
     bare = [replace(sample, passages=()) for sample in samples]
     report = measure(engine, bare, "none", "head:4")
     assert [row.recovery for row in report.results] == [None] * 3
     assert report["head:4"].kl.high < 1e-8
 
 
-def test_own_recipe_ignored(engine: BlockAttentionEngine, samples: list[EvaluationSample]) -> None:
+def test_the_recipe_of_the_engine_is_ignored(
+    engine: BlockAttentionEngine, samples: list[EvaluationSample]
+) -> None:
     sunk = BlockAttentionEngine(engine.model, recipe="head:4")
     recipes = ("none", "head:4")
     assert measure(sunk, samples, *recipes).records == measure(engine, samples, *recipes).records
 
 
-def test_rounds_as_engine(engine: BlockAttentionEngine, samples: list[EvaluationSample]) -> None:
+def test_int8_engines_are_measured_with_their_rounding(
+    engine: BlockAttentionEngine, samples: list[EvaluationSample]
+) -> None:
     half = BlockAttentionEngine(engine.model, recipe="none", kv_dtype="int8")
     plain, rounded = (measure(one, samples, "none") for one in (engine, half))
     difference = abs(plain["none"].kl.mean - rounded["none"].kl.mean)
@@ -105,7 +113,9 @@ def test_rounds_as_engine(engine: BlockAttentionEngine, samples: list[Evaluation
     assert rounded.settings["kv_dtype"] == "int8"
 
 
-def test_needs_plain_mode(engine: BlockAttentionEngine, samples: list[EvaluationSample]) -> None:
+def test_recovery_needs_a_measurement_of_plain_block_mode(
+    engine: BlockAttentionEngine, samples: list[EvaluationSample]
+) -> None:
     assert measure(engine, samples, "bos")["bos"].recovery is None
 
 
@@ -135,7 +145,7 @@ def test_an_interrupted_comparison_resumes(
     assert len(asked) == 1
     assert resumed.records == expected.records
     more = measure(engine, samples, "none", "bos", records_path=path)
-    assert len(asked) == 4  # the new recipe alone is compared, with full mode's answer as before
+    assert len(asked) == 4  # only the new recipe is run, against the recorded answers of full mode
     assert more.records[: len(resumed.records)] == resumed.records
     with pytest.raises(DataError, match="other settings"):
         measure(engine, samples, "none", records_path=path, settings={"data": "other"})
@@ -144,7 +154,7 @@ def test_an_interrupted_comparison_resumes(
         measure(engine, changed, "none", records_path=path)
 
 
-def test_records_made_with_another_recipe_of_the_same_name_are_refused(
+def test_records_of_a_different_recipe_with_the_same_name_are_refused(
     engine: BlockAttentionEngine, samples: list[EvaluationSample], tmp_path: Path
 ) -> None:
     path, folder = tmp_path / "records.jsonl", tmp_path / "recipe"
@@ -157,7 +167,9 @@ def test_records_made_with_another_recipe_of_the_same_name_are_refused(
     measure(engine, samples, "none", records_path=path)
 
 
-def test_refuses_empty_runs(engine: BlockAttentionEngine, samples: list[EvaluationSample]) -> None:
+def test_empty_runs_are_refused(
+    engine: BlockAttentionEngine, samples: list[EvaluationSample]
+) -> None:
     for recipes in (("none", "none"), ("full",), ("closed-book", "none")):
         with pytest.raises(ValueError, match="expected distinct names other than 'full'"):
             measure(engine, samples, *recipes)
@@ -168,7 +180,7 @@ def test_refuses_empty_runs(engine: BlockAttentionEngine, samples: list[Evaluati
         measure(engine, [], "none")
 
 
-def test_an_answer_that_does_not_fit_is_refused(engine: BlockAttentionEngine) -> None:
+def test_an_answer_that_exceeds_the_context_window_is_refused(engine: BlockAttentionEngine) -> None:
     room = engine.model.max_context_tokens
     with pytest.raises(ContextOverflowError, match="there is room for 2 of 3 answer tokens"):
         engine.answer_logits(["a", "b" * (room - 4)], [1, 2, 3])

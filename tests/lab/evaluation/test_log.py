@@ -1,4 +1,4 @@
-"""Logged prompts, replayed in full mode and in block mode."""
+"""Replay of logged prompts in full mode and in block mode."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_compares_along_the_full_answer(engine: BlockAttentionEngine, tmp_path: 
     assert report["none"].kl.mean > 1e-4
 
 
-def test_ids_are_the_logs_own_or_numbers_of_lines(tmp_path: Path) -> None:
+def test_ids_are_read_from_the_log_or_are_line_numbers(tmp_path: Path) -> None:
     path = write(tmp_path / "log", {"prompt": ["a", "b"], "id": "x"}, {"prompt": ["c"]})
     log = read_log(path)
     assert [(one.id, one.texts) for one in log] == [("x", ("a", "b")), ("2", ("c",))]

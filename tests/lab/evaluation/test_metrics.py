@@ -16,24 +16,24 @@ def test_normalizing_drops_case_punctuation_articles_and_extra_spaces() -> None:
     assert normalize_answer("  The  Tower, of\tA. Hill! ") == "tower of hill"
 
 
-def test_an_answer_made_of_articles_alone_is_not_normalized_away() -> None:
+def test_an_answer_of_articles_only_is_not_normalized_to_nothing() -> None:
     assert normalize_answer("A") == "a"
     assert contains_answer("nothing of the kind: b", ["A"]) == 0.0
 
 
-def test_accuracy_asks_whether_any_answer_occurs_in_the_output() -> None:
+def test_accuracy_checks_whether_any_answer_occurs_in_the_output() -> None:
     assert contains_answer("It is 214 metres, I think.", ["300", "214 Metres"]) == 1.0
     assert contains_answer("It is 215 metres.", ["300", "214 metres"]) == 0.0
-    # As in the papers: characters, not words.
+    # As in the papers, strings match inside words.
     assert contains_answer("in 1970", ["7"]) == 1.0
 
 
-def test_exact_match_needs_the_answer_alone() -> None:
+def test_exact_match_allows_no_other_text() -> None:
     assert exact_match("The Morvale.", ["Morvale"]) == 1.0
     assert exact_match("In Morvale", ["Morvale"]) == 0.0
 
 
-def test_f1_is_the_best_overlap_of_words() -> None:
+def test_f1_uses_the_answer_with_the_best_word_overlap() -> None:
     assert f1_score("214 metres", ["metres 214"]) == 1.0
     assert f1_score("about 214 metres", ["214 metres", "x"]) == pytest.approx(0.8)
     assert f1_score("x", ["y"]) == 0.0
@@ -59,6 +59,6 @@ def test_the_bootstrap_refuses_no_values() -> None:
         bootstrap_mean([])
 
 
-def test_resamples_without_a_difference_to_share_are_left_out() -> None:
+def test_resamples_with_a_zero_denominator_are_dropped() -> None:
     found = bootstrap_ratio([0.5, 0.0], [1.0, 0.0])
     assert found == (0.5, 0.5, 0.5)

@@ -1,4 +1,4 @@
-"""Files of records: what is written, what is read, and what is refused."""
+"""Record files: writing, reading and validation."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ RECORD = EvaluationRecord(
 )
 
 
-def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
+def test_records_survive_a_round_trip(tmp_path: Path) -> None:
     settings = {"model": "m", "limit": None}
     RecordFile(tmp_path / "new.jsonl", settings, EvaluationRecord.from_dict).append([RECORD])
     assert (tmp_path / "new.jsonl").read_text("utf-8") == LINES

@@ -1,4 +1,4 @@
-"""Shared by tests of repairs: a tiny model, questions with passages, quick limits."""
+"""Shared by the repair tests: a tiny model, questions with passages, and limits for quick runs."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ QUICK = replace(
     fewest_samples=4, store_bytes=1 << 26,
 )  # fmt: skip
 FAST = Speeds(4.0, 4.0, 4.0, 4.0)
-"""Speeds of which every plan is the same: it is bounded by ``QUICK`` alone."""
+"""Speeds at which only ``QUICK`` limits a plan, so that all plans are equal."""
 
 
 def block_model(**config: Any) -> BlockModel:
-    """A tiny Llama whose weights are its own, because repairs freeze them."""
+    """Return a new tiny Llama. It is not shared, because repairs freeze its weights."""
     return BlockModel(tiny_model(num_hidden_layers=2, **config), tiny_tokenizer(), name="tiny")
 
 
@@ -59,7 +59,7 @@ def material(model: BlockModel, **changes: Any) -> Material:
 def repaired(
     model: BlockModel, output: Path, on_progress: Progress = lambda *_: None, **changes: Any
 ) -> Recipe:
-    """A quick repair."""
+    """Run a quick repair. Returns its recipe."""
     torch.manual_seed(0)
     tolerance = changes.pop("tolerance", TOLERANCE)
     return repair(
@@ -77,8 +77,8 @@ def _die(*_: Any, **__: Any) -> None:
 
 
 def run_and_die(output: Path, stage: str) -> None:
-    """Start a repair that kills its process at a step of the training (its number), or at a
-    comparison ("comparing")."""
+    """Run a repair that kills its own process. ``stage``: "comparing", or the number of a training
+    step."""
     from blockattn_rag.lab.repair import stages
     from blockattn_rag.lab.trainer import LabTrainer
 

@@ -1,4 +1,4 @@
-"""Fitting a correction: the least squares, and what they are fitted to."""
+"""Fitting a correction in closed form, by least squares."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def model() -> BlockModel:
 
 
 def contexts_of(prompts: int, seed: int = 0) -> list[list[list[int]]]:
-    """Random prompts: a beginning, and three passages of twelve tokens."""
+    """Return random prompts of a head and three passages, each of twelve tokens."""
     generator = torch.Generator().manual_seed(seed)
     shape = (prompts, 4, 12)
     return torch.randint(256, shape, generator=generator).tolist()
@@ -40,13 +40,13 @@ def test_a_linear_difference_is_recovered() -> None:
         sums.add(block, block + block @ weight + bias[:, places(80)])
     solution = sums.solve(1e-9)
     assert relative_error(solution[:, :6].float(), weight) < 1e-3
-    assert relative_error(solution[:, 6:].float(), bias) < 0.05  # held back by the prior
+    assert relative_error(solution[:, 6:].float(), bias) < 0.05  # shrunk by the prior
     assert float(sums.left(solution).sum() / sums.yy.sum()) < 1e-3
     nothing = torch.zeros_like(solution)
     assert torch.equal(sums.left(nothing), sums.yy)
 
 
-def test_the_remaining_difference_is_that_of_its_definition() -> None:
+def test_the_residual_matches_its_definition() -> None:
     generator = torch.Generator().manual_seed(1)
     block, full = torch.randn(2, 1, 5, 4, generator=generator)
     sums = Sums(1, 4)
@@ -57,13 +57,13 @@ def test_the_remaining_difference_is_that_of_its_definition() -> None:
     assert torch.allclose(sums.left(solution), expected)
 
 
-def test_a_corrected_context_is_nearer_to_full_attention(model: BlockModel) -> None:
-    """On prompts that it was not fitted to."""
+def test_a_corrected_context_is_closer_to_full_attention(model: BlockModel) -> None:
+    """The distance is measured on held-out prompts."""
     every = contexts_of(60)
     correction = fit_correction(model, every[:48], every[48:], sink="head:2")
     assert (correction.sink, correction.fingerprint) == ("head:2", model.fingerprint)
     plain, corrected = (distances(model, every[48:], one) for one in (None, correction))
-    assert corrected[0] == pytest.approx(plain[0], abs=1e-6)  # they do not differ there
+    assert corrected[0] == pytest.approx(plain[0], abs=1e-6)  # the first layer does not differ
     assert (
         max(after / before for before, after in zip(plain[1:], corrected[1:], strict=True)) < 0.98
     )
@@ -71,7 +71,7 @@ def test_a_corrected_context_is_nearer_to_full_attention(model: BlockModel) -> N
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_the_rounding_of_16_bits_is_not_fitted(dtype: torch.dtype) -> None:
-    """In the first layer only rounded rotations differ, and values do not differ at all."""
+    """In the first layer, keys only differ by the rounding of rotations, and values are equal."""
     rounded = BlockModel(tiny_model().to(dtype), tiny_tokenizer())  # type: ignore[arg-type]
     every = contexts_of(10)
     correction = fit_correction(rounded, every[:8], every[8:], sink="head:2")
@@ -82,7 +82,7 @@ def test_the_rounding_of_16_bits_is_not_fitted(dtype: torch.dtype) -> None:
 def distances(
     model: BlockModel, contexts: list[list[list[int]]], correction: Correction | None
 ) -> list[float]:
-    """Squared differences between full attention's keys and the placed blocks', by layer."""
+    """Return the squared differences between the keys of full attention and of blocks, by layer."""
     before = sink_ids("head:2", model.tokenizer)
     recipe = Recipe("head:2", correction, fingerprints=(model.fingerprint,))
     sums = [0.0] * len(model.profile.layouts)

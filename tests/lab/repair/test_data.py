@@ -1,4 +1,4 @@
-"""Questions and passages: reading them from files, and drawing samples of them."""
+"""Questions and passages: reading files and drawing samples."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ QUESTIONS = [
 ]
 
 
-def test_samples_have_the_first_passage_and_random_others() -> None:
+def test_samples_contain_the_first_passage_and_random_others() -> None:
     samples = draw_samples(QUESTIONS, 80, 1, 4, seed=0)
     for number, sample in enumerate(samples):
         question = QUESTIONS[number % 4]
@@ -41,12 +41,12 @@ def test_samples_have_the_first_passage_and_random_others() -> None:
     assert len({samples[number].passages for number in range(0, 80, 4)}) > 10
 
 
-def test_the_seed_decides_the_samples() -> None:
+def test_the_seed_determines_the_samples() -> None:
     assert draw_samples(QUESTIONS, 9, 1, 4, 1) == draw_samples(QUESTIONS, 9, 1, 4, 1)
     assert draw_samples(QUESTIONS, 9, 1, 4, 1) != draw_samples(QUESTIONS, 9, 1, 4, 2)
 
 
-def test_a_question_of_few_passages_shows_all_of_them() -> None:
+def test_samples_of_questions_with_few_passages_contain_all_of_them() -> None:
     lone = Question("why so?", tuple(PASSAGES[:2]))
     assert [len(s.passages) for s in draw_samples([lone], 3, 5, 5, 0)] == [2, 2, 2]
 
@@ -60,7 +60,7 @@ def test_questions_are_distinct_ignoring_case_in_an_order_of_the_seed() -> None:
     assert found != distinct_questions(found, seed=1)
 
 
-def test_samples_keep_the_right_answers() -> None:
+def test_samples_keep_the_expected_answers() -> None:
     known = Question("why so?", tuple(PASSAGES[:2]), ("so", "thus"))
     assert draw_samples([known], 1, 1, 2, 0)[0].answers == ("so", "thus")
 
@@ -83,7 +83,7 @@ def nearest(text: str, count: int) -> Sequence[Passage]:
     return [TWO, ONE][:count]
 
 
-def test_passages_are_read_once_each(tmp_path: Path) -> None:
+def test_duplicate_passages_are_read_once(tmp_path: Path) -> None:
     lines = {"title": "one", "text": " the first\n"}, {"text": "the second", "id": 3}
     assert read_passages(write(tmp_path / "p.jsonl", *lines, lines[0])) == [ONE, TWO]
 
@@ -126,7 +126,7 @@ def test_a_file_without_lines_is_refused(tmp_path: Path) -> None:
         read_passages(write(tmp_path / "p.jsonl"))
 
 
-def test_titles_of_passages_are_inputs_of_a_run() -> None:
+def test_titles_of_passages_are_part_of_the_input_of_a_run() -> None:
     def inputs(title: str) -> dict[str, str]:
         question = Question("How high?", (Passage(title, "It is high."),))
         return Material(lambda *_: BlockPrompt((), ""), "chat", questions=[question]).inputs()

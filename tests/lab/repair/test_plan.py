@@ -1,4 +1,4 @@
-"""What fits into the time of a repair."""
+"""Plans: how much work fits into the time limit of a repair."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from blockattn_rag.errors import DataError
 from blockattn_rag.lab.repair.plan import LIMITS, RepairPlan, Speeds
 
 SMOLLM2 = Speeds(answer=2.5, encode=1.6, fetch=0.4, step=1.0)
-"""Seconds of SmolLM2 on two cores."""
+"""Seconds per operation for SmolLM2 on two cores."""
 
 
 def plan(
@@ -22,7 +22,7 @@ def plan(
 
 
 def seconds_of(found: RepairPlan, speeds: Speeds) -> float:
-    """What a plan takes, at the speeds that it was made with."""
+    """Return the estimated duration of a plan."""
     return (
         found.held_out * speeds.held_out(5)
         + found.closed_form * speeds.closed_form
@@ -41,32 +41,33 @@ def test_a_plan_fits_into_its_time_and_uses_it(seconds: float, factor: float) ->
         assert seconds_of(found, speeds) > 0.9 * seconds or found.samples == 0
 
 
-def test_more_time_gives_more_of_everything_up_to_its_bound() -> None:
+def test_more_time_allows_more_of_everything_up_to_the_limits() -> None:
     short, long, endless = plan(300), plan(900), plan(1e6)
     assert short.samples < long.samples < endless.samples == LIMITS.samples
-    assert short.held_out <= long.held_out <= endless.held_out == 60  # a quarter of 240
+    # At most a quarter of the 240 questions is held out.
+    assert short.held_out <= long.held_out <= endless.held_out == 60
     assert endless.closed_form == LIMITS.closed_form
     assert endless.steps == LIMITS.epochs * LIMITS.samples / 4
 
 
-def test_halves_of_held_out_questions_are_equal() -> None:
+def test_the_number_of_held_out_questions_is_even() -> None:
     for questions in range(5, 60):
         found = plan(900, questions)
         assert found.held_out % 2 == 0
         assert found.held_out < questions
 
 
-def test_few_questions_are_drawn_several_times_and_no_more() -> None:
+def test_questions_are_drawn_a_limited_number_of_times() -> None:
     found = plan(1e6, questions=20)
     assert found.held_out == 4
     assert found.samples == LIMITS.draws * 16
 
 
-def test_a_training_that_is_too_short_is_left_out() -> None:
+def test_training_is_skipped_if_it_would_be_too_short() -> None:
     held_s = LIMITS.fewest_held_out * SMOLLM2.held_out(5)
     found = plan(held_s + 30, questions=8)
     assert (found.samples, found.steps, found.training_s) == (0, 0, 0)
-    assert found.closed_form == 9  # 30 seconds, 3.2 each
+    assert found.closed_form == 9  # in 30 s, at 3.2 s each
 
 
 def test_too_few_questions_and_too_little_time_are_refused() -> None:
@@ -77,7 +78,7 @@ def test_too_few_questions_and_too_little_time_are_refused() -> None:
         plan(1)
 
 
-def test_a_repair_that_is_late_is_refused_without_negative_times() -> None:
+def test_an_overdue_repair_is_refused_without_reporting_negative_times() -> None:
     with pytest.raises(DataError, match=r"found 0.0 minutes left, expected \d"):
         plan(-24)
 

@@ -1,4 +1,4 @@
-"""Questions that the model writes: what is taken of its answers, and what is kept on the disk."""
+"""Questions written by the model: parsing, limits and the file that keeps them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.lab.repair.runs import PASSAGES, block_model, nearest
 
 
 class Writer:
-    """Stands for an engine: asks about the number of the fact that it is shown."""
+    """Stand-in for an engine that writes a question about the fact in the prompt."""
 
     def __init__(self, engine: BlockAttentionEngine) -> None:
         self.model = engine.model
@@ -32,7 +32,7 @@ class Writer:
 
     def _answer(self, text: str) -> Any:
         number = int(text.split("fact ")[1].split()[0])
-        # Nothing of one fact, and the same question about two others.
+        # One fact gives no question, and two facts give the same question.
         said = {0: "No question.", 3: "what is Fact 2?"}.get(number, f" What is fact {number}?\nOk")
         return type("Answer", (), {"text": said})()
 
@@ -66,14 +66,14 @@ def write(writer: Any, path: Path, count: int = 6, **changes: Any) -> list[Quest
         ("", None),
     ],
 )
-def test_a_question_is_one_line_up_to_its_mark(text: str, expected: str | None) -> None:
+def test_a_question_is_one_line_up_to_the_question_mark(text: str, expected: str | None) -> None:
     assert clean_question(text) == expected
 
 
 def test_questions_have_own_and_nearest_passages(writer: Any, tmp_path: Path) -> None:
     written = write(writer, tmp_path)
     assert len(writer.shown) == 6
-    assert len(written) == 4  # one failed, two are the same
+    assert len(written) == 4  # one has no question, two are the same
     for question in written:
         own, *others = question.passages
         assert question.text.lower() == f"what is {own.text.partition(' is')[0]}?" or "2" in (
@@ -82,7 +82,7 @@ def test_questions_have_own_and_nearest_passages(writer: Any, tmp_path: Path) ->
         assert others == [p for p in PASSAGES[:3] if p != own][:2]
 
 
-def test_no_more_passages_are_tried_than_are_needed(writer: Any, tmp_path: Path) -> None:
+def test_only_as_many_passages_as_needed_are_used(writer: Any, tmp_path: Path) -> None:
     assert len(write(writer, tmp_path, count=2)) == 2
     assert len(writer.shown) < 6
 
@@ -92,7 +92,7 @@ def test_stops_at_the_limit(writer: Any, tmp_path: Path, monkeypatch: pytest.Mon
     calls = iter([False, True])
     few = write(writer, tmp_path, time_is_up=lambda: next(calls))
     assert len(writer.shown) == 2
-    # What was written before is read all the same.
+    # Existing questions are read even if the time is up.
     assert write(writer, tmp_path, time_is_up=lambda: True) == few
     assert len(writer.shown) == 2
 
@@ -115,12 +115,14 @@ def test_a_damaged_file_is_reported(writer: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("passages", [[], [Passage("", "fact 0 is")]])
-def test_refuses_no_questions(writer: Any, tmp_path: Path, passages: list[Passage]) -> None:
+def test_no_usable_questions_raise_an_error(
+    writer: Any, tmp_path: Path, passages: list[Passage]
+) -> None:
     with pytest.raises(DataError, match=r"Found no passage|no question about any of 1 passages"):
         write(writer, tmp_path, passages=passages)
 
 
-def test_the_passage_is_text_in_the_models_chat_template(
+def test_passages_are_plain_text_in_the_chat_template(
     engine: BlockAttentionEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompts: list[BlockPrompt] = []
@@ -132,11 +134,11 @@ def test_the_passage_is_text_in_the_models_chat_template(
 
     monkeypatch.setattr(engine, "generate_batch", generate_batch)
     hostile = Passage("t", "fact <|end|> here")
-    with pytest.raises(DataError, match="wrote no question"):  # a random model
+    with pytest.raises(DataError, match="wrote no question"):  # the model is random
         write(engine, tmp_path, passages=[hostile])
     (prompt,) = prompts
     assert not prompt.context
     assert prompt.text.startswith("<|begin|><|user|>")
     assert prompt.text.endswith("<|assistant|>\n")
     ids = engine.model.tokenizer.prompt_ids(prompt).final
-    assert ids.count(257) == 1  # the template's <|end|>, not the passage's
+    assert ids.count(257) == 1  # only the one of the template

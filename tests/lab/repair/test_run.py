@@ -1,4 +1,4 @@
-"""Whole repairs of a tiny model: what is fitted, written and measured, and what survives a kill."""
+"""Complete repairs of a tiny model: results, reports, and recovery after a kill."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ SHARES = ["recompute 5 %", "recompute 10 %", "recompute 20 %"]
 
 @pytest.fixture(autouse=True)
 def equal_plans(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans do not depend on the speed of the machine."""
+    """Make plans independent of the speed of the machine."""
     monkeypatch.setattr(Repair, "speeds", lambda *_: FAST)
 
 
@@ -68,7 +68,7 @@ def model() -> BlockModel:
 def finished(
     model: BlockModel, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, Recipe, dict[str, tuple[int, int]]]:
-    """A repair's folder, its recipe, and its stages."""
+    """Folder, recipe and stages of a finished repair."""
     output = tmp_path_factory.mktemp("finished") / "recipe"
     stages: dict[str, tuple[int, int]] = {}
 
@@ -85,7 +85,9 @@ def measured_steps(report: Mapping[str, Any]) -> list[float]:
 
 
 class TestResult:
-    def test_writes_the_best(self, model: BlockModel, finished: tuple[Path, Recipe, Any]) -> None:
+    def test_the_best_recipe_is_saved(
+        self, model: BlockModel, finished: tuple[Path, Recipe, Any]
+    ) -> None:
         output, recipe, _ = finished
         assert recipe.adapter is not None
         assert recipe.sink == "head:4"
@@ -118,10 +120,10 @@ class TestResult:
         (plot,) = output.glob("report-*.png")
         assert plot.read_bytes().startswith(b"\x89PNG")
 
-    def test_a_good_recipe_in_use_is_kept_unless_another_is_better(
+    def test_a_recipe_in_use_is_kept_unless_another_is_better(
         self, finished: tuple[Path, Recipe, Any], model: BlockModel, tmp_path: Path
     ) -> None:
-        """As that of the package is, when too little time is left for a good one."""
+        """The time limit of this repair is too short for finding a better recipe."""
         _, good, _ = finished
         hasty = replace(QUICK, samples=0, closed_form=2)
         kept = run.repair(model, material(model, in_use=good), tmp_path / "recipe", limits=hasty)
@@ -133,8 +135,8 @@ class TestResult:
         )
         assert kept.adapter.digest == good.adapter.digest  # type: ignore[union-attr]
 
-    def test_counts_right_answers(self, model: BlockModel, tmp_path: Path) -> None:
-        answers = ("zzzz", *map(chr, range(97, 122)))  # whatever letters a random model writes
+    def test_correct_answers_are_counted(self, model: BlockModel, tmp_path: Path) -> None:
+        answers = ("zzzz", *map(chr, range(97, 122)))  # match any answer of the random model
         known = [replace(question, answers=answers) for question in QUESTIONS]
         report = repaired(model, tmp_path / "recipe", questions=known).report
         assert report["answered"] == 3
@@ -164,7 +166,7 @@ class TestResult:
         assert plot(finished[1].report) is None
         assert "The plot is left out: it needs matplotlib" in caplog.text
 
-    def test_a_model_that_cannot_recompute_tokens(
+    def test_models_that_cannot_recompute_tokens_get_recipes_without_it(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         own_code = tiny_model("falcon", new_decoder_architecture=True, num_kv_heads=2, alibi=False)
@@ -218,14 +220,14 @@ class TestResult:
         assert recipe.adapter is None
         assert recipe.report["plan"]["samples"] == 0
 
-    def test_the_best_of_the_measured_states_is_the_trained_adapter(
+    def test_the_trained_adapter_is_the_best_measured_checkpoint(
         self, model: BlockModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(student, "LEARNING_RATE", 1.0)
         report = repaired(model, tmp_path / "recipe").report
         losses = [entry["eval_loss"] for entry in report["curve"] if "eval_loss" in entry]
         trained = next(one for one in report["candidates"] if one["name"] == "head:4 + trained")
-        # Measured on the same three questions, by another path.
+        # Measured on the same three questions, on a different path.
         assert trained["loss"] == pytest.approx(min(losses[1:]), rel=0.01)
         assert report["chosen"] != "head:4 + trained"
 
@@ -240,7 +242,7 @@ class TestMaterial:
     def test_the_model_writes_questions_from_passages(
         self, model: BlockModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        # The tiny model writes no question, so one is made of whatever it says.
+        # The tiny model writes no questions, so each output is replaced by one.
         numbers = count()
         monkeypatch.setattr(data, "clean_question", lambda _: f"what is {next(numbers)}?")
         many = [*PASSAGES, *(replace(one, title=f"more {one.title}") for one in PASSAGES)]
@@ -250,7 +252,7 @@ class TestMaterial:
         assert report["written"]
         assert report["questions"] == 12
 
-    def test_blocks_of_a_lender_are_read_and_never_written(
+    def test_the_lender_store_is_read_and_never_written(
         self, model: BlockModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         lender = MemoryStore(1 << 26)
@@ -271,7 +273,7 @@ class TestMaterial:
         )
         repaired(model, tmp_path / "recipe", lender=lender, namespace="tenant")
         assert set(lender.keys()) == before
-        # No passage was encoded after the lender's sink again. Recomputing has a sink of its own.
+        # No passage was encoded again with the lender's sink. Recomputation uses a different sink.
         assert not [ids for ids in computed if len(ids) == 4]
 
     def test_rounded_lender_blocks_are_not_used(self, model: BlockModel, tmp_path: Path) -> None:
@@ -295,7 +297,7 @@ class TestMaterial:
             (None, "no questions, and no passages to write"),
         ],
     )
-    def test_needs_enough_questions(
+    def test_too_few_questions_are_refused(
         self, model: BlockModel, tmp_path: Path, questions: Any, message: str
     ) -> None:
         with pytest.raises(DataError, match=message):
@@ -351,7 +353,7 @@ class TestChecks:
     def test_too_little_time_is_reported_before_anything_else_is_computed(
         self, model: BlockModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """With the minutes that the error names, the repair goes on."""
+        """The repair continues with the number of minutes that the error suggests."""
         slow = Speeds(answer=33.0, encode=25.0, fetch=25.0, step=20.0)
         monkeypatch.setattr(Repair, "speeds", lambda *_: slow)
 
@@ -389,7 +391,7 @@ class TestChecks:
         asked = replace(QUESTIONS[0], passages=tuple(long[:5]))
         limits = replace(QUICK, passages=5)
         made = Repair(model, material(model), tmp_path / "work", 60.0, limits, lambda *_: None)
-        for _ in range(2):  # stored answers do not count as fast ones
+        for _ in range(2):  # cached answers must not be measured
             found = made.speeds([asked])
             assert min(found.answer, found.encode, found.step) > 0
         prompt = material(model).prompt(asked.text, asked.passages)
@@ -409,7 +411,7 @@ class TestChecks:
 
 class TestInterruption:
     @pytest.mark.parametrize("stage", ["2", "comparing"])
-    def test_a_killed_repair_ends_as_if_uninterrupted(
+    def test_a_killed_repair_resumes_with_the_same_result(
         self, finished: tuple[Path, Recipe, Any], tmp_path: Path, stage: str
     ) -> None:
         output = tmp_path / "recipe"
@@ -421,7 +423,7 @@ class TestInterruption:
         assert recipe.report["chosen"] == expected.report["chosen"]
         assert recipe.adapter is not None
         assert expected.adapter is not None
-        # An answer comes from another batch of the teacher, and rounds otherwise.
+        # The resumed teacher uses different batches, which changes the rounding.
         for found, tensors in zip(recipe.adapter.layers, expected.adapter.layers, strict=True):
             for one, other in zip(found, tensors, strict=True):
                 torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
@@ -452,7 +454,7 @@ class TestInterruption:
             ({"prompt_format": "other"}, r"prompt format \(chat, now other\)"),
         ],
     )
-    def test_other_inputs_are_refused(
+    def test_resuming_with_different_inputs_is_refused(
         self,
         model: BlockModel,
         tmp_path: Path,
@@ -469,7 +471,7 @@ class TestInterruption:
             repaired(model, output, **changes)
         assert "or delete that folder to start again" in str(raised.value)
 
-    def test_other_minutes_are_refused_only_once_there_is_a_plan(
+    def test_different_minutes_are_refused_once_there_is_a_plan(
         self, model: BlockModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         output, asked = tmp_path / "recipe", material(model)
@@ -485,7 +487,7 @@ class TestInterruption:
         with pytest.raises(DataError, match="repair of 20 minutes, found 30: pass the same"):
             run.repair(model, asked, output, minutes=30, limits=QUICK)
 
-    def test_more_minutes_give_more_questions_after_too_little_time(
+    def test_after_too_little_time_more_minutes_allow_more_questions(
         self,
         model: BlockModel,
         tmp_path: Path,
@@ -505,7 +507,8 @@ class TestInterruption:
         write: Any = data.write_questions
         with monkeypatch.context() as patched:
             patched.setattr(stages, "write_questions", first_batch_alone)
-            patched.setattr(stages, "check_time", lambda *_: None)  # writing took unusually long
+            # Simulates writing that took unusually long.
+            patched.setattr(stages, "check_time", lambda *_: None)
             with pytest.raises(DataError, match=r"too little time .* found 0.0 minutes left"):
                 run.repair(model, asked, output, minutes=0.01, limits=QUICK)
         assert f"Everything computed so far is in {output.with_name('recipe.work')}" in caplog.text
@@ -513,7 +516,7 @@ class TestInterruption:
         report = run.repair(model, asked, output, minutes=20, limits=QUICK).report
         assert report["questions"] == 24
 
-    def test_two_repairs_of_one_output_are_refused(
+    def test_concurrent_repairs_with_the_same_output_are_refused(
         self, model: BlockModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         output = tmp_path / "recipe"
@@ -532,7 +535,7 @@ class TestInterruption:
         monkeypatch.setattr(Repair, "run", lambda *_: (Recipe("bos"), None))
         assert repaired(model, output).sink == "bos"
 
-    def test_a_training_that_takes_too_long_ends_and_is_measured(
+    def test_training_that_exceeds_its_time_ends_and_is_measured(
         self, model: BlockModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(stages, "LATEST", 0.0)

@@ -1,4 +1,4 @@
-"""Block mode with a correction that is trained: where it acts, and where gradients go."""
+"""The student: block mode with a trainable correction, and its gradients."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_untrained_student_is_block_mode(model: BlockModel, ready: ReadyPrompt) 
     found = new_student(model)(ready, ANSWER)
     expected = BlockAttentionEngine(model, recipe=SINK).answer_logits(PROMPT, ANSWER)
     error = (found - expected).abs().max() / expected.abs().max()
-    assert error.item() < 1e-4  # the contract's bound for float32
+    assert error.item() < 1e-4  # the tolerance for float32
 
 
 def test_gradients_reach_adapter(model: BlockModel, store: MemoryStore, ready: ReadyPrompt) -> None:
@@ -92,11 +92,11 @@ def test_gradients_equal_finite_differences(model: BlockModel, ready: ReadyPromp
             for parameter, part in zip(student.parameters(), step, strict=True):
                 parameter.sub_(sign * size * part)
     measured = (values[0] - values[1]).item() / (2 * size)
-    # float32: rounding of about 1e-6 over a step of 1e-3, and a curvature of the same order
+    # float32 rounding of about 1e-6 over a step of 1e-3, and a curvature term of the same order.
     assert float(slope) == pytest.approx(measured, rel=0.02, abs=5e-3)
 
 
-def test_the_model_is_no_part_of_the_student(model: BlockModel) -> None:
+def test_the_parameters_of_the_student_exclude_the_model(model: BlockModel) -> None:
     student = new_student(model)
     layers = no_correction(model, SINK).layers
     expected = sum(tensor.numel() for layer in layers for tensor in layer)
@@ -104,7 +104,7 @@ def test_the_model_is_no_part_of_the_student(model: BlockModel) -> None:
     assert all(name.startswith("trained.") for name in student.state_dict())
 
 
-def test_trained_correction_acts_as_encoded(model: BlockModel, ready: ReadyPrompt) -> None:
+def test_a_trained_correction_equals_the_encoded_one(model: BlockModel, ready: ReadyPrompt) -> None:
     student = new_student(model)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -120,7 +120,7 @@ def test_trained_correction_acts_as_encoded(model: BlockModel, ready: ReadyPromp
     assert (found - stock).abs().max() > 1e-2
 
 
-def test_a_source_stores_in_the_namespace_of_the_passages(model: BlockModel) -> None:
+def test_the_block_source_uses_the_namespace_of_the_passages(model: BlockModel) -> None:
     store = MemoryStore(1 << 30)
     blocks = BlockSource(model, store, SINK, "tenant")(PROMPT).context.blocks
     assert {one.kv.namespace for one in blocks} == {"tenant"}

@@ -1,4 +1,4 @@
-"""Full mode's answers, the files that keep them, and divergences written out by hand."""
+"""The teacher: answers of full mode, their cache files, and the divergence loss."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from blockattn_rag.prompts.formats import CHAT
 from tests.lab.repair.runs import PASSAGES, PROMPT, block_model
 from tests.models import tiny_tokenizer
 
-# Of unequal lengths, so that batches have padding.
+# Different lengths, so that batches contain padding.
 PROMPTS = [CHAT.prompt(f"{n}?" * n, PASSAGES[:n], tiny_tokenizer()) for n in (1, 2, 5)]
 
 
@@ -37,7 +37,7 @@ def model() -> BlockModel:
 
 @pytest.fixture
 def answered(model: BlockModel, monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
-    """How many prompts were computed."""
+    """Function that returns how many prompts were computed."""
     counts: list[int] = []
     compute = Teacher.compute
 
@@ -63,12 +63,12 @@ def test_answers_equal_full_mode(model: BlockModel, tmp_path: Path) -> None:
         logits = engine.answer_logits(prompt, expected, mode="full")
         assert tokens.shape == (len(expected), 8)
         assert tokens[:, 0].tolist() == expected  # greedy
-        # float32 logits of about 10, computed in batches and alone
+        # float32 logits of about 10, computed in a batch and individually.
         torch.testing.assert_close(log_probs, log_probs_at(logits, tokens), rtol=0, atol=1e-4)
         torch.testing.assert_close(log_probs.exp().sum(-1), torch.ones(len(expected)))
 
 
-def test_an_answer_ends_with_its_end_token_though_its_batch_goes_on(
+def test_an_answer_ends_at_its_end_token_while_the_batch_continues(
     model: BlockModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     teacher = Teacher(model, tmp_path, 6, 8)
@@ -96,13 +96,17 @@ def test_reuses_answers(model: BlockModel, tmp_path: Path, answered: Callable[[]
     assert answered() == 3
 
 
-def test_settings_differ(model: BlockModel, tmp_path: Path, answered: Callable[[], int]) -> None:
+def test_answers_of_other_settings_are_not_reused(
+    model: BlockModel, tmp_path: Path, answered: Callable[[], int]
+) -> None:
     for number, (tokens, top_k) in enumerate([(4, 8), (5, 8), (4, 7)], 1):
         Teacher(model, tmp_path, tokens, top_k)(PROMPT)
         assert answered() == number
 
 
-def test_recomputes_damage(model: BlockModel, tmp_path: Path, answered: Callable[[], int]) -> None:
+def test_damaged_answers_are_recomputed(
+    model: BlockModel, tmp_path: Path, answered: Callable[[], int]
+) -> None:
     teacher = Teacher(model, tmp_path, 4, 8)
     expected = teacher(PROMPT)
     (file,) = tmp_path.iterdir()
@@ -112,7 +116,9 @@ def test_recomputes_damage(model: BlockModel, tmp_path: Path, answered: Callable
     assert answered() == 2
 
 
-def test_refuses_long_ones(model: BlockModel, tmp_path: Path, answered: Callable[[], int]) -> None:
+def test_prompts_that_are_too_long_are_refused(
+    model: BlockModel, tmp_path: Path, answered: Callable[[], int]
+) -> None:
     teacher = Teacher(model, tmp_path, 4000, 8)
     with pytest.raises(ContextOverflowError, match=r"of 4000 do not fit in .* 4096"):
         teacher.answer_all(PROMPTS, silent)
@@ -120,7 +126,7 @@ def test_refuses_long_ones(model: BlockModel, tmp_path: Path, answered: Callable
 
 
 def logits_of(*probabilities: list[float]) -> torch.Tensor:
-    # The constant changes no probability.
+    # A constant offset does not change probabilities.
     return torch.tensor(probabilities).log() + 3.5
 
 
@@ -128,23 +134,23 @@ def random_logits(rows: int, vocabulary: int, seed: int) -> torch.Tensor:
     return 3 * torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(seed))
 
 
-def test_the_likeliest_tokens_are_kept_and_all_others_are_one() -> None:
+def test_the_top_tokens_are_kept_and_all_others_are_merged() -> None:
     found = top_predictions(logits_of([0.1, 0.5, 0.05, 0.3, 0.05]), 2)
     assert found.tokens.tolist() == [[1, 3]]
     torch.testing.assert_close(found.log_probs.exp(), torch.tensor([[0.5, 0.3, 0.2]]))
 
 
-def test_at_least_one_token_is_among_the_others() -> None:
+def test_at_least_one_token_is_merged() -> None:
     assert top_predictions(random_logits(3, 5, 0), 64).log_probs.shape == (3, 5)
 
 
-def test_tiny_masses_of_other_tokens_are_exact() -> None:
+def test_tiny_probabilities_of_merged_tokens_are_exact() -> None:
     logits = torch.tensor([[40.0, 0.0, 0.0]])
     rest = top_predictions(logits, 1).log_probs[0, 1]
     assert rest.item() == pytest.approx(math.log(2) - 40, rel=1e-6)
 
 
-def test_a_divergence_written_out() -> None:
+def test_the_divergence_matches_its_formula() -> None:
     teacher = TopPredictions(torch.tensor([[1, 3]]), torch.tensor([[0.5, 0.3, 0.2]]).log())
     student = logits_of([0.2, 0.4, 0.1, 0.1, 0.2])
     expected = 0.5 * math.log(0.5 / 0.4) + 0.3 * math.log(0.3 / 0.1) + 0.2 * math.log(0.2 / 0.5)
@@ -178,7 +184,7 @@ def test_the_first_token_counts_twice() -> None:
     assert found.item() == pytest.approx((2 * first + second + third).item() / 4, rel=1e-5)
 
 
-def test_a_teacher_that_is_sure_gives_finite_gradients() -> None:
+def test_a_teacher_with_probability_one_gives_finite_gradients() -> None:
     teacher = top_predictions(torch.tensor([[60.0, 0.0, 0.0, 0.0]]), 2)
     student = torch.tensor([[-60.0, 90.0, 0.0, 0.0]], requires_grad=True)
     divergence(teacher, student).sum().backward()  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Shared by training tests: a tiny model on disk, records of all three kinds, settings."""
+"""Shared by the training tests: a tiny model on disk, records of all three kinds, and settings."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from tests.models import tiny_model, tiny_tokenizer
 
 
 def write_model(folder: Path, family: str = "llama", **config: Any) -> Path:
-    """A tiny random model of a family, as ``save_pretrained`` leaves it."""
+    """Save a tiny random model of a family with ``save_pretrained``."""
     tiny_model(family, num_hidden_layers=2, **config).save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     return folder
 
 
 def write_data(file: Path, count: int = 4, seed: int = 0) -> Path:
-    """``count`` records of each kind: which of two names had which letter."""
+    """Write ``count`` records of each kind. The questions ask which letter belongs to a name."""
     rng, lines = random.Random(seed), []
     for _ in range(count):
         (a, b), (x, y) = rng.sample("PQRS", 2), rng.sample("wxyz", 2)
@@ -39,7 +39,7 @@ def write_data(file: Path, count: int = 4, seed: int = 0) -> Path:
 
 
 def settings(folder: Path, output: str = "out", **changes: Any) -> dict[str, Any]:
-    """Arguments of a quick ``FinetuneConfig`` on the model and data in ``folder``."""
+    """Return arguments of a quick ``FinetuneConfig`` for the model and the data in ``folder``."""
     return {
         "model": str(folder / "model"),
         "output": str(folder / output),
@@ -61,7 +61,7 @@ def config(arguments: dict[str, Any]) -> FinetuneConfig:
 
 
 def run_and_die(arguments: dict[str, Any], step: int) -> None:
-    """Start a run that kills its process before a step."""
+    """Run a training that kills its own process before a step."""
     from blockattn_rag.lab.trainer import LabTrainer
     from blockattn_rag.lab.training.finetune import finetune
 

@@ -1,4 +1,4 @@
-"""Batches: their layout, their mask and their loss."""
+"""Training batches: layout, mask and loss."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LENGTHS = st.lists(st.integers(1, 5), min_size=1, max_size=5)
 
 
 class Samples(list[Any]):
-    """Rows that also give columns, as ``datasets.Dataset`` does."""
+    """List of rows that also supports access by column, like ``datasets.Dataset``."""
 
     def __getitem__(self, key: Any) -> Any:
         return [row[key] for row in self] if isinstance(key, str) else super().__getitem__(key)
@@ -44,7 +44,7 @@ SAMPLES = Samples(
 
 
 def random_samples(count: int) -> Samples:
-    """Samples of two context blocks and a final block whose latter half is learned."""
+    """Return samples of two context blocks and a final block whose second half is learned."""
     generator = torch.Generator().manual_seed(0)
     made = Samples()
     for _ in range(count):
@@ -61,13 +61,13 @@ def every(dataset: ModeDataset) -> list[Any]:
 
 
 class TestModes:
-    def test_every_sample_comes_once_in_each_mode(self) -> None:
+    def test_every_sample_occurs_once_in_each_mode(self) -> None:
         found = every(ModeDataset(SAMPLES, ["block", "full"]))
         assert [item["block"] for item in found[:4]] == [[1, 1, 0, 0, 0], [0] * 5, [0] * 3, [0] * 3]
         assert [item["input_ids"] for item in found[:2]] == [[1, 2, 3, 4, 5]] * 2
         assert len(every(ModeDataset(SAMPLES, ["full"]))) == 3
 
-    def test_a_sink_precedes_all_blocks_but_the_first_and_the_final_one(self) -> None:
+    def test_a_sink_precedes_all_blocks_except_the_first_and_the_final_one(self) -> None:
         block, full = every(ModeDataset(SAMPLES, ["block", "full"], sink=[8, 9]))[4:]
         assert block["input_ids"] == [1, 2, 8, 9, 3, 8, 9, 4, 5, 6]
         assert block["labels"] == [-100] * 9 + [6]
@@ -93,7 +93,7 @@ class TestModes:
 
 
 def item_of(lengths: list[int], sink: int, positions: Any = "reordered") -> Any:
-    """The item in block mode of a sample with blocks of these lengths."""
+    """Return the block-mode item of a sample with blocks of these lengths."""
     ids = [0] * sum(lengths)
     sample = {"input_ids": ids, "labels": ids, "block_lengths": lengths}
     return ModeDataset([sample], ["block"], positions, [0] * sink)[0]
@@ -128,7 +128,7 @@ def loss_and_gradients(batch: Any) -> list[torch.Tensor]:
 
 
 def plain_loop(samples: Samples, positions: str, sink: list[int]) -> list[torch.Tensor]:
-    """The same by the oracle's mask, one sample at a time, without any shared code."""
+    """Compute loss and gradients with the oracle's mask, one sample at a time."""
     model: Any = tiny_model("llama", num_hidden_layers=2)
     model.set_attn_implementation("eager")
     total = torch.zeros(())
@@ -154,16 +154,16 @@ def plain_loop(samples: Samples, positions: str, sink: list[int]) -> list[torch.
 
 class TestSampler:
     @given(st.lists(st.integers(1, 50), min_size=1, max_size=60), st.integers(1, 7))
-    def test_every_sample_comes_once(self, lengths: list[int], size: int) -> None:
+    def test_every_sample_is_drawn_once(self, lengths: list[int], size: int) -> None:
         assert sorted(LengthGroupedSampler(lengths, size, 0)) == list(range(len(lengths)))
 
-    def test_batches_have_samples_of_similar_length(self) -> None:
+    def test_batches_contain_samples_of_similar_length(self) -> None:
         lengths = [i % 100 for i in range(400)]
         order = list(LengthGroupedSampler(lengths, 4, 0))
         batches = ([lengths[i] for i in order[k : k + 4]] for k in range(0, 400, 4))
         assert max(max(batch) - min(batch) for batch in batches) <= 4
 
-    def test_the_order_depends_on_the_epoch_alone(self) -> None:
+    def test_the_order_depends_only_on_the_epoch(self) -> None:
         sampler = LengthGroupedSampler(list(range(40)), 4, 0)
         first = list(sampler)
         sampler.set_epoch(1)
@@ -176,7 +176,7 @@ LENGTHS = st.lists(st.integers(1, 5), min_size=1, max_size=5)
 
 
 def layout(*samples: list[int], sink: int = 0) -> TokenLayout:
-    """The layout of a batch of samples with blocks of these lengths, all with a sink."""
+    """Return the layout of a batch of samples with blocks of these lengths and a sink."""
     rows = [
         {"input_ids": [0] * sum(lengths), "labels": [0] * sum(lengths), "block_lengths": lengths}
         for lengths in samples
@@ -215,8 +215,8 @@ class TestBlockMask:
         st.sampled_from([None, 1, 3, 50]),
         st.integers(0, 4),
     )
-    @example([[1, 1, 1, 2]], 3, 2)  # the window of the final block reaches over a sink
-    def test_each_row_of_a_batch_equals_the_oracle_and_never_sees_padding(
+    @example([[1, 1, 1, 2]], 3, 2)  # the window of the final block spans a sink
+    def test_rows_of_a_batch_match_the_oracle_and_ignore_padding(
         self, samples: list[list[int]], window: int | None, sink: int
     ) -> None:
         mask = layout_mask(layout(*samples, sink=sink), window=window)[:, 0]
@@ -225,7 +225,7 @@ class TestBlockMask:
             used = len(expected)
             assert torch.equal(found[:used, :used], expected)
             assert not found[:used, used:].any()
-            assert found.any(dim=-1).all()  # no row is empty, which would be NaN
+            assert found.any(dim=-1).all()  # an empty row would give NaN
 
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -241,7 +241,7 @@ class TestModelMasks:
     @pytest.mark.parametrize("sink", [(), (7, 8, 9)], ids=["no sink", "sink"])
     @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
     @pytest.mark.parametrize("family", MODELS)
-    def test_models_give_the_logits_of_the_oracle(
+    def test_logits_match_the_oracle(
         self, family: str, implementation: str, sink: tuple[int, ...]
     ) -> None:
         model: Any = tiny_model(family, **MODELS[family])
@@ -260,7 +260,7 @@ class TestModelMasks:
         torch.testing.assert_close(found, reference.oracle_logits(model, blocks, sink))
 
     @pytest.mark.parametrize("family", MODELS)
-    def test_one_final_block_is_the_models_own_attention(self, family: str) -> None:
+    def test_a_single_final_block_uses_the_models_own_attention(self, family: str) -> None:
         model: Any = tiny_model(family, **MODELS[family])
         model.set_attn_implementation("sdpa")
         ids = torch.arange(16)[None] * 7 % 250

@@ -1,4 +1,4 @@
-"""Training data: three kinds of records, token ids as the engine's, and reports on bad lines."""
+"""Training data: three kinds of records, the same token ids as in the engine, invalid lines."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ RECORDS = {"messages": MESSAGES, "blocks": BLOCKS, "passages": PASSAGES}
 
 
 def texts(sample: EncodedSample) -> list[str]:
-    """The text of each block."""
+    """Decode each block."""
     tokenizer, start, found = tiny_tokenizer(), 0, []
     for length in sample.block_lengths:
         found.append(str(tokenizer.decode(sample.input_ids[start : start + length])))
@@ -97,7 +97,7 @@ class TestKinds:
         )
         assert learned(sample) == "A1<|end|>A2<|end|>"
 
-    def test_literal_turns_follow_one_another_as_given(self) -> None:
+    def test_literal_turns_are_concatenated_unchanged(self) -> None:
         turns = [{"prompt": "b is", "response": " 2"}, {"prompt": "a is", "response": " 1"}]
         sample = SampleEncoder(tiny_tokenizer()).encode_record({"blocks": ["x"], "turns": turns})
         assert texts(sample)[-1] == "b is 2<|end|>a is 1<|end|>"
@@ -110,18 +110,18 @@ class TestKinds:
 
 
 class TestSameTokensAsInference:
-    """What the engine sees for a prompt is what training saw before the answer."""
+    """Prompts have the same tokens in the engine as before the answer in training."""
 
     @pytest.mark.parametrize("name", FORMATS)
     @pytest.mark.parametrize("bos", [True, False])
     @pytest.mark.parametrize("chat", [True, False])
-    def test_of_passages(self, name: str, bos: bool, chat: bool) -> None:
+    def test_passages_have_the_same_tokens(self, name: str, bos: bool, chat: bool) -> None:
         tokenizer = tiny_tokenizer(bos=bos, chat=chat)
         passages = [Passage("T", "here"), Passage("", "there")]
         prompt = FORMATS[name].prompt("Where?", passages, tokenizer)
         check_prefix(SampleEncoder(tokenizer, prompt=name), PASSAGES, prompt)
 
-    def test_of_messages(self) -> None:
+    def test_messages_have_the_same_tokens(self) -> None:
         tokenizer = tiny_tokenizer()
         prompt = conversation(MESSAGES["messages"][:-1], tokenizer)
         check_prefix(SampleEncoder(tokenizer), MESSAGES, prompt)

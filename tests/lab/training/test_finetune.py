@@ -1,4 +1,4 @@
-"""Block fine-tuning end to end on tiny models: results, resuming after kill -9, bad data."""
+"""End-to-end block fine-tuning of tiny models: results, resuming after kill -9, invalid data."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ from tests.model.miniatures import model_of_kinds
 from tests.models import tiny_model, tiny_tokenizer
 from tests.processes import run
 
-# peft asks transformers for an attribute that transformers has renamed.
+# peft uses an attribute that has been renamed in transformers.
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder with a tiny Llama in ``model`` and data in ``train.jsonl`` and ``eval.jsonl``."""
+    """A folder with a tiny Llama in ``model``, and data in ``train.jsonl`` and ``eval.jsonl``."""
     write_model(tmp_path / "model")
     write_data(tmp_path / "train.jsonl")
     write_data(tmp_path / "eval.jsonl", count=1, seed=1)
@@ -81,17 +81,17 @@ class TestResult:
     def test_a_model_trained_with_a_sink_records_it(self, folder: Path, sink: str) -> None:
         plain = finetune(config(settings(folder, "plain", max_steps=1)))
         report = finetune(config(settings(folder, max_steps=1, sink=sink)))
-        assert report.loss != plain.loss  # the sink was seen
+        assert report.loss != plain.loss  # the sink affects training
         assert load_config(folder / "out").block_attention["sink"] == sink
         tuned = BlockModel.from_pretrained(folder / "out")
         assert BlockAttentionEngine(tuned).recipe.sink == sink
         assert profile_of(tuned).sink == sink
 
-    def test_full_mode_alone_leaves_no_mark(self, folder: Path) -> None:
+    def test_training_only_full_mode_does_not_mark_the_model(self, folder: Path) -> None:
         finetune(config(settings(folder, max_steps=1, modes=("full",))))
         assert not BlockModel.from_pretrained(folder / "out").is_block_tuned
 
-    def test_adapters_load_by_path_with_their_own_mark_and_fingerprint(self, folder: Path) -> None:
+    def test_saved_adapters_have_their_own_mark_and_fingerprint(self, folder: Path) -> None:
         finetune(config(settings(folder, max_steps=2, lora=True, lora_rank=4)))
         assert not (folder / "out" / "model.safetensors").exists()
         adapter = json.loads((folder / "out" / "adapter_config.json").read_text())
@@ -110,13 +110,15 @@ class TestResult:
         modes = {path.name: path.stat().st_mode & 0o777 for path in (folder / "out").iterdir()}
         assert set(modes.values()) == {0o640}, modes
 
-    def test_adapters_of_full_mode_alone_remove_the_mark_of_their_base(self, folder: Path) -> None:
+    def test_adapters_trained_only_in_full_mode_remove_the_mark_of_the_base(
+        self, folder: Path
+    ) -> None:
         given: dict[str, Any] = {"model": "bundled", "lora": True, "max_steps": 1}
         finetune(config(settings(folder, **given, modes=("full",))))
         finetune(config(settings(folder, "both", **given)))
         assert not BlockModel.from_pretrained(folder / "out").is_block_tuned
         assert BlockModel.from_pretrained(folder / "both").is_block_tuned
-        # peft finds the base by its path; we do by name where that is another machine's.
+        # peft finds the base model by its path. If the path is missing, we find it by name.
         adapter = folder / "both" / "adapter_config.json"
         written = json.loads(adapter.read_text())
         assert Path(written["base_model_name_or_path"]).is_dir()
@@ -144,7 +146,7 @@ class TestResult:
         ],
         ids=["no re-encoding", "bf16 with checkpointing", "cut turns"],
     )
-    def test_options_run(self, folder: Path, changes: dict[str, Any]) -> None:
+    def test_training_supports_these_options(self, folder: Path, changes: dict[str, Any]) -> None:
         report = finetune(config(settings(folder, max_steps=2, **changes)))
         assert report.steps == 2
         assert 0 < report.loss < 20
@@ -185,10 +187,10 @@ class TestResume:
         assert [p.name for p in tmp_path.iterdir()] == ["checkpoint-4"]
 
     @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
-    def test_resumes_at_end(
+    def test_a_completed_training_is_not_repeated(
         self, folder: Path, monkeypatch: pytest.MonkeyPatch, lora: bool
     ) -> None:
-        # Half an epoch: at the end of a whole one, there is no further step to take.
+        # After a complete epoch there would be no further step to resume.
         short: dict[str, Any] = {"epochs": 0.5, "lr_scheduler": "constant", "lora": lora}
         with monkeypatch.context() as patched:
             patched.setattr("blockattn_rag.lab.training.finetune.publish", lambda *_: 1 / 0)
@@ -226,7 +228,7 @@ class TestResume:
 
 
 class TestRefusals:
-    def test_bad_data_stop_the_run_and_leave_nothing(self, folder: Path) -> None:
+    def test_invalid_data_stops_the_run_and_leaves_no_files(self, folder: Path) -> None:
         with (folder / "train.jsonl").open("a") as file:
             file.write('{"prompt": 3}\n')
         before = sorted(folder.iterdir())
@@ -234,13 +236,13 @@ class TestRefusals:
             finetune(config(settings(folder)))
         assert sorted(folder.iterdir()) == before
 
-    def test_data_without_a_sample_are_refused(self, folder: Path) -> None:
+    def test_data_without_samples_is_refused(self, folder: Path) -> None:
         (folder / "train.jsonl").write_text("\n")
         with pytest.raises(DataError, match="Found no sample"):
             finetune(config(settings(folder)))
 
     @pytest.mark.parametrize("kind", ["folder", "file", "link"])
-    def test_an_existing_output_is_kept(self, folder: Path, kind: str) -> None:
+    def test_an_existing_output_is_not_overwritten(self, folder: Path, kind: str) -> None:
         out = folder / "out"
         if kind == "folder":
             out.mkdir()
@@ -253,7 +255,7 @@ class TestRefusals:
         assert os.path.lexists(out)
         assert not (folder / "out.work").exists()
 
-    def test_an_output_that_appears_during_the_run_is_kept_and_so_is_the_result(
+    def test_an_output_created_during_the_run_and_the_result_are_both_kept(
         self, folder: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         out, step = folder / "out", LabTrainer.training_step
@@ -300,7 +302,9 @@ class TestRefusals:
             assert (work / name).read_text() == "mine"
         assert (work / "run.json").read_text() == noted
 
-    def test_failed_run_leaves_nothing(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_failed_run_leaves_no_files(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         before = sorted(folder.iterdir())
         with monkeypatch.context() as patched:
             patched.setattr(LabTrainer, "training_step", lambda *_, **__: 1 / 0)
@@ -313,13 +317,15 @@ class TestRefusals:
         [({"max_steps": 3}, "loss is nan at step"), ({"max_steps": 1}, "weights are not finite")],
         ids=["loss", "weights"],
     )
-    def test_divergence_raises(self, folder: Path, changes: dict[str, Any], expected: str) -> None:
+    def test_diverging_training_raises(
+        self, folder: Path, changes: dict[str, Any], expected: str
+    ) -> None:
         far: dict[str, Any] = {"learning_rate": 1e38, "warmup_steps": 0}
         with pytest.raises(DivergedError, match=expected):
             finetune(config(settings(folder, **far, **changes)))
         assert not (folder / "out").exists()
 
-    def test_block_mode_is_not_trained_without_any_context(self, folder: Path) -> None:
+    def test_block_mode_without_any_context_is_refused(self, folder: Path) -> None:
         turns = [{"role": "user", "content": "A?\n\nB?"}, {"role": "assistant", "content": "C."}]
         (folder / "train.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
         with pytest.raises(DataError, match="No sample has a context"):
@@ -328,7 +334,9 @@ class TestRefusals:
         report = finetune(config(settings(folder, "cut", max_steps=1, blocks_per_turn=2)))
         assert report.train.with_context == 1
 
-    def test_warns_of_no_context(self, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def test_samples_without_context_cause_a_warning(
+        self, folder: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
         finetune(config(settings(folder, max_steps=1)))
         assert "have a context" not in caplog.text
         with (folder / "train.jsonl").open("a") as file:
@@ -369,7 +377,9 @@ class TestRefusals:
             ({"lr_scheduler": "cosine_with_min_lr"}, "Found lr_scheduler .*, expected one of"),
         ],
     )
-    def test_invalid_settings(self, folder: Path, changes: dict[str, Any], expected: str) -> None:
+    def test_invalid_settings_are_refused(
+        self, folder: Path, changes: dict[str, Any], expected: str
+    ) -> None:
         with pytest.raises(ValueError, match=expected):
             finetune(config(settings(folder, **changes)))
 
@@ -391,7 +401,7 @@ class TestRefusals:
 
 @pytest.mark.parametrize("positions", ["reordered", "composite"])
 @pytest.mark.parametrize("sink", ["none", "bos", "head:3"])
-def test_logits_with_a_sink_equal_engine_and_oracle(sink: str, positions: Any) -> None:
+def test_training_logits_with_a_sink_equal_engine_and_oracle(sink: str, positions: Any) -> None:
     model: Any = tiny_model("llama")
     model.set_attn_implementation("eager")
     encoder = SampleEncoder(tiny_tokenizer())
@@ -405,7 +415,7 @@ def test_logits_with_a_sink_equal_engine_and_oracle(sink: str, positions: Any) -
     found = logits[-len(answer) - 1 : -1]
     engine = BlockAttentionEngine.from_pretrained(tiny_model("llama"), tokenizer=tiny_tokenizer())
     expected = engine.answer_logits(texts, answer, recipe=Recipe(sink, positions=positions))
-    # The law of the design: logits in float32 agree to 1e-4.
+    # Tolerance for float32 logits.
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     if positions == "reordered":
         ids = encoder.tokenizer.prompt_ids(encoder.parse(record).prompt)
@@ -415,7 +425,7 @@ def test_logits_with_a_sink_equal_engine_and_oracle(sink: str, positions: Any) -
 
 
 def logits_of(model: Any, batch: Any) -> torch.Tensor:
-    """The logits of a batch of one item, as training computes them."""
+    """Compute the logits of one item as in training."""
     layout = TokenLayout(*(batch[name] for name in TokenLayout._fields))
     mask = ModelMasks(model.config, "eager")(layout, torch.float32)
     with torch.no_grad():
