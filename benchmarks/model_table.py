@@ -317,8 +317,8 @@ their position in the prompt, and those of other passage tokens by their positio
 
 ## Families
 
-The causal language model families of transformers {version} were tested with tiny random models. Of the {of} families with rotary or no position
-encoding, {accepted} ({share:.0f} %) run in block mode: {counts}. All are exact: the relative error of the logits is at most 10⁻⁴ in float32.
+We tested tiny random models of the causal language model families in transformers {version}. {accepted} of the {of} families with rotary or no position
+encoding run in block mode ({share:.0f} %): {counts}. All are exact: the relative error of the logits is at most 10⁻⁴ in float32.
 
 {families}
 ## Refused families
