@@ -51,7 +51,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausal
 
 
 def batches(write: Callable[[], Row], tokens: int, pool: int = 48) -> Iterator[list[Row]]:
-    """Endlessly yield batches of rows of similar length: one row, or up to ``tokens`` with padding."""
+    """Yield batches of similarly long rows endlessly: one row, or up to ``tokens`` with padding."""
     while True:
         rows = sorted((write() for _ in range(pool)), key=lambda row: len(row.ids))
         found: list[list[Row]] = [[]]

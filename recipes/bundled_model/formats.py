@@ -3,8 +3,8 @@
 The texts of the package's formats are imported from :mod:`blockattn_rag.prompts.formats`; the
 others are copied from LlamaIndex's and LangChain's default prompts.
 
-A prompt consists of ``head`` (special tokens are parsed, BOS is prepended), the passages (blocks that
-are tokenized separately), ``tail`` with the question (special tokens are parsed), and the answer.
+A prompt consists of ``head`` (special tokens are parsed, BOS is prepended), the passages (blocks
+tokenized separately), ``tail`` with the question (special tokens are parsed), and the answer.
 """
 
 from __future__ import annotations
