@@ -76,7 +76,8 @@ class Tails:
         """
         if not self._max_bytes or options.mode != "block" or options.recipe.recompute:
             return NOTHING
-        if not fills_in_order(self._model.hf_model, options.sampling):
+        sampling = options.sampling
+        if sampling.extra or not fills_in_order(self._model.hf_model, sampling):
             return NOTHING
         try:
             check_ready(self._model.hf_model)

@@ -292,15 +292,17 @@ def _drafts(hf_model: PreTrainedModel, arguments: Mapping[str, Any]) -> list[str
 
 def fills_in_order(hf_model: PreTrainedModel, sampling: Sampling) -> bool:
     """Whether ``generate`` fills a given cache in order: the prompt's tokens, then the answer's
-    tokens one by one. False with beams, drafts, another kind of cache, or ``extra`` options."""
+    tokens one by one. False with beams, drafts, another kind of cache, or ``extra`` options other
+    than ``do_sample``."""
     config: Any = hf_model.generation_config
     others = [n for n in (*_DRAFTS, "cache_implementation") if getattr(config, n, None)]
-    return not (sampling.extra or others) and _beams(hf_model, {}) == 1
+    others += sampling.extra.keys() - {"do_sample"}
+    return not others and _beams(hf_model, {}) == 1
 
 
 def takes_likeliest(hf_model: PreTrainedModel, sampling: Sampling) -> bool:
     """Whether decoding is greedy, without beams, drafts or ``extra`` options."""
-    return not sampling.temperature and fills_in_order(hf_model, sampling)
+    return not (sampling.temperature or sampling.extra) and fills_in_order(hf_model, sampling)
 
 
 def _beams(hf_model: PreTrainedModel, arguments: dict[str, Any]) -> int:

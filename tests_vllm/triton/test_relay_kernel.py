@@ -19,6 +19,7 @@ from tokenizers.models import WordLevel
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
+from blockattn_rag import BlockAttentionEngine
 from blockattn_rag.attention import device_relay
 from blockattn_rag.attention.device_relay import DeviceRelay
 from blockattn_rag.attention.kernels import AttentionInputs
@@ -225,6 +226,24 @@ def test_answers_equal_those_over_copies(model: BlockModel) -> None:
                 for assembly in ("relay", "copy")
             ]
             assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("options", [{}, {"do_sample": False}, {"num_beams": 2}], ids=str)
+def test_a_question_without_passages_is_replayed_if_it_fills_the_cache_in_order(
+    monkeypatch: pytest.MonkeyPatch, model: BlockModel, options: dict[str, Any]
+) -> None:
+    caches: list[Any] = []
+    cache_for = model.cache_for
+
+    def keep(*contexts: Context, **ways: Any) -> Any:
+        caches.append(cache_for(*contexts, **ways))
+        return caches[-1]
+
+    monkeypatch.setattr(model, "cache_for", keep)
+    BlockAttentionEngine(model, "memory:").generate(["t1"], max_new_tokens=2, **options)
+    assert [isinstance(cache, graphs.GraphCache) for cache in caches] == (
+        [] if "num_beams" in options else [True]
+    )
 
 
 def test_the_tail_grows_and_graphs_are_captured_again(
