@@ -297,27 +297,28 @@ _PAGE = """# Models
 
 <!-- Written by benchmarks/model_table.py: change it there. -->
 
-A model runs in block mode if moving a block rotates its keys in a known way and changes nothing else. This is measured when the model is
-loaded, and for a model of the hub before its weights are downloaded. `blockattn-rag check MODEL` shows the kinds of its layers, its bytes
-per token, and how exact block mode is.
+A model supports block mode if moving a block rotates its keys in a known way and changes nothing else. The package measures this when a model is
+loaded, and for models from the hub before their weights are downloaded. `blockattn-rag check MODEL` shows a model's kinds of layers, its bytes per
+token, and how exact block mode is.
 
 | block mode | meaning |
 |---|---|
-| relay | attention reads stored blocks in place; see [positions](concepts.md#positions). A layer with a sliding window reads no block outside of it. Soft caps, attention sinks, and layers that share keys and values are included |
-| copy | blocks are rotated and joined for each request: the model has attention code of its own |
-| latent | multi-head latent attention: the latent and its rotary key are stored, and only the key is rotated. Attention reads latents without expanding them ([how](architecture.md#attention), [times](benchmarks.md#kinds-of-layers)) |
+| relay | attention reads stored blocks in place; see [positions](concepts.md#positions). A layer with a sliding window reads only the blocks within its window. Soft caps, attention sinks, and layers that share keys and values are supported |
+| copy | blocks are rotated and joined for each request, because the model has its own attention code |
+| latent | multi-head latent attention: the latent and its rotary key are stored, and only the rotary key is rotated. Attention reads latents without expanding them ([details](architecture.md#attention), [benchmark](benchmarks.md#kinds-of-layers)) |
 | hybrid | some layers have a recurrent or convolution state: see [hybrid models](concepts.md#hybrid-models) |
 
-`blockattn-rag serve` runs these kinds except hybrid models, and latent models that vLLM expands to all heads (MiniCPM3). Tested in vLLM, on a CPU:
-plain attention, windows, attention sinks, layers that share keys and values, and latents. [What is not](compatibility.md#layers-in-vllm).
+`blockattn-rag serve` supports all of these except hybrid models, and latent models for which vLLM expands the latents to all heads (MiniCPM3). In
+vLLM, plain attention, windows, attention sinks, layers that share keys and values, and latents were tested on a CPU.
+[Compatibility](compatibility.md#layers-in-vllm) lists what is untested.
 
-Some models scale a query by its position: Ministral 3 from 16,384 tokens on. The final block and recomputed tokens are scaled for their
-position in the prompt, the other tokens of a passage for their place in the passage.
+Some models scale queries by position, such as Ministral 3 beyond 16,384 tokens. Queries of the final block and of recomputed tokens are scaled by
+their position in the prompt, and those of other passage tokens by their position in the passage.
 
 ## Families
 
-Tiny random models of the causal language model families of transformers {version}: {accepted} of the {of} families with rotary or no position
-encoding run in block mode ({share:.0f} %): {counts}. Each is exact: the relative error of its logits is at most 10⁻⁴ in float32.
+We tested tiny random models of the causal language model families in transformers {version}. {accepted} of the {of} families with rotary or no position
+encoding run in block mode ({share:.0f} %): {counts}. All are exact: the relative error of the logits is at most 10⁻⁴ in float32.
 
 {families}
 ## Refused families
@@ -328,15 +329,17 @@ Not measured, because no tiny model could be built from the default config:
 {unknown}
 ## Multimodal checkpoints
 
-A checkpoint that also reads images is used for text: its language model is loaded alone, if a forward pass at load shows that it computes the
-logits of the multimodal model. Otherwise, or if it has no class of its own, the multimodal model runs, and its other parts stay in memory.
-Images in messages are refused. Measured on tiny language models with default configs; other families may work, and are measured at load.
+Multimodal checkpoints process only text. If a forward pass at load time shows that the language model computes the same logits as the multimodal
+model, only the language model is loaded. Otherwise, or if the language model has no separate class, the complete multimodal model stays in memory.
+Messages with images are rejected. The table was measured on tiny language models with default configs. Other families may work; they are measured
+when they are loaded.
 
 {multimodal}
 ## Checkpoints
 
-Bytes of keys and values (or latents) per token in 16 bits. The number of layers that store them, the heads and their sizes were entered by
-hand, after each checkpoint's published `config.json`, and are not checked by a test. A state takes no bytes per passage.
+This table shows the bytes of keys and values (or latents) per token in 16 bits. The number of layers that store them, the heads and their sizes were
+copied by hand from each checkpoint's published `config.json`, and are not verified by a test. States are not stored with passages, so they take no
+space.
 
 {checkpoints}"""
 

@@ -1,14 +1,14 @@
-"""An agent over documents: LangChain, Chroma, a real model and a real embedding.
+"""Answer questions about documents with a LangChain agent, Chroma and a MiniLM embedding model.
 
     pip install -c constraints.txt langchain-huggingface sentence-transformers \\
         langchain-text-splitters
     python examples/agent.py "Where has the Rosetta Stone been shown since 1802?"
     python examples/agent.py --tool --model path/to/model-that-calls-tools
 
-Small models call tools badly, so by default passages are retrieved before the model answers. The
-history then contains this lookup as a call and its result. With ``--tool``, the model calls the
-retriever itself. This needs a model whose chat template supports tools, such as
-Qwen2.5-7B-Instruct. In both cases, the passages are blocks, in this turn and in all later turns.
+By default, passages are retrieved before the model answers, because small models are unreliable at
+tool calling. The history then contains the retrieval as a tool call with its result. With
+``--tool``, the model calls the retriever itself, which needs a chat template that supports tools,
+such as that of Qwen2.5-7B-Instruct. In both cases, all turns reuse the stored passages.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from blockattn_rag.langchain import (
 def make_agent(
     chat: ChatBlockAttention, retriever: BaseRetriever, *, tool: bool = False
 ) -> CompiledStateGraph:
-    """Agent that calls the retriever as a tool, or that retrieves passages for every question."""
+    """Create an agent that retrieves passages for every question, or through a tool call."""
     tools = [block_retriever_tool(retriever, "articles", "Looks up articles.")] if tool else []
     return create_agent(
         chat,
@@ -45,7 +45,7 @@ def make_agent(
 
 
 def ask(agent: CompiledStateGraph, question: str) -> AIMessage:
-    """Ask one question of the conversation, and print each step of the answer."""
+    """Ask the next question of the conversation, print each step, and return the answer."""
     thread = {"configurable": {"thread_id": "1"}}
     messages = agent.invoke({"messages": [HumanMessage(question)]}, thread)["messages"]
     asked = max(i for i, message in enumerate(messages) if isinstance(message, HumanMessage))
@@ -58,13 +58,13 @@ def ask(agent: CompiledStateGraph, question: str) -> AIMessage:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Let an agent look things up in documents.")
+    parser = argparse.ArgumentParser(description="Ask an agent about a folder of documents.")
     parser.add_argument("questions", nargs="*", default=QUESTIONS)
     parser.add_argument("--folder", type=Path, default=HERE / "articles")
     parser.add_argument("--db", type=Path, default=Path("example-db/langchain"))
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--embedding", default=minilm())
-    parser.add_argument("--tool", action="store_true", help="the model calls the retriever itself")
+    parser.add_argument("--tool", action="store_true", help="Let the model call the retriever")
     options = parser.parse_args()
 
     from langchain_huggingface import HuggingFaceEmbeddings

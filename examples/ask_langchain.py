@@ -1,4 +1,4 @@
-"""LangChain with a model server: python examples/ask_langchain.py http://localhost:8000"""
+"""Use LangChain with a model server: python examples/ask_langchain.py http://localhost:8000"""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""LlamaIndex with a model server: python examples/ask_llama_index.py http://localhost:8000"""
+"""Use LlamaIndex with a model server: python examples/ask_llama_index.py http://localhost:8000"""
 
 import sys
 

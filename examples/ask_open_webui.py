@@ -1,10 +1,10 @@
-"""Ask Open WebUI two questions about attached notes, and print the server's reuse.
+"""Ask Open WebUI two questions about attached notes, and print how many tokens were reused.
 
-Usage, for an Open WebUI that runs with WEBUI_AUTH=false, without a login:
+Start Open WebUI with WEBUI_AUTH=false, so that it needs no login, and run:
 
     python examples/ask_open_webui.py http://127.0.0.1:8080
 
-The second question has a note of the first question at another place, after the conversation.
+Both questions include the same note, at different positions in the conversation.
 """
 
 import sys

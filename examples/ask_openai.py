@@ -1,4 +1,4 @@
-"""OpenAI's client: python examples/ask_openai.py http://localhost:8000/blockattn/openai/v1"""
+"""Use OpenAI's client: python examples/ask_openai.py http://localhost:8000/blockattn/openai/v1"""
 
 import sys
 

@@ -1,11 +1,11 @@
-"""A chat with memory over documents: LlamaIndex, Chroma, a real model and a real embedding.
+"""Chat about documents, with memory, using LlamaIndex, Chroma and a MiniLM embedding model.
 
     pip install -c constraints.txt llama-index-embeddings-huggingface
     python examples/chat_with_memory.py
     python examples/chat_with_memory.py "Who was Marie Curie?" "Where was she born?"
 
-Each turn retrieves passages for its question, and their keys and values come from the store. The
-line after each answer shows how many tokens of its prompt were reused.
+Each turn retrieves passages for its question and loads their keys and values from the store. The
+line after each answer shows how many prompt tokens were reused.
 """
 
 import argparse
@@ -36,7 +36,7 @@ TURNS = [
 
 
 class Reuse(BaseEventHandler):
-    """Keeps the figures of the last answer."""
+    """Event handler that keeps the reuse statistics of the last answer."""
 
     last: ReuseStats | None = None
 
@@ -56,7 +56,7 @@ def open_chat(index: VectorStoreIndex, llm: BlockAttentionLLM) -> BaseChatEngine
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Talk about a folder of documents.")
+    parser = argparse.ArgumentParser(description="Chat about a folder of documents.")
     parser.add_argument("turns", nargs="*", default=TURNS)
     parser.add_argument("--folder", type=Path, default=HERE / "articles")
     parser.add_argument("--db", type=Path, default=Path("example-db/llama-index"))

@@ -1,17 +1,17 @@
-"""Encode the passages of a large collection with Ray Data, on many servers or with many engines.
+"""Encode a large collection of passages with Ray Data, on several servers or with several engines.
 
     python examples/ingest_ray.py passages.jsonl handles --journal journal \
         --server http://gpu-1:8000 --server http://gpu-2:8000
     python examples/ingest_ray.py passages.jsonl handles --model ./llama-8b-block \
         --store s3://bucket/kv --workers 4
 
-Each line of `passages.jsonl` is a JSON object with the field `text`. The folder `handles` receives
-the same objects with the field `kv_handle`, for the metadata of a vector store.
+Each line of `passages.jsonl` is a JSON object with the field `text`. The same objects are written
+to the folder `handles` with an additional field `kv_handle`, for the metadata of a vector store.
 
 With --server, each worker sends texts to all servers. A second run skips passages in the journal, a
 folder that all workers must be able to write to. With --model, each worker loads the model (on a
-separate GPU with --gpus 1), and writes to the store. Ray restarts workers that die, and repeats
-their batches. The script also needs `pip install "ray[data]"`.
+separate GPU with --gpus 1), and writes to the store. Ray restarts crashed workers and retries their
+batches. To run the script, also `pip install "ray[data]"`.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from blockattn_rag.prompts import CHAT, Block
 from blockattn_rag.server import ServerClient, ServerPool
 
 BATCH = 256
-"""Passages that a worker encodes at once."""
+"""Number of passages that a worker encodes in one call."""
 
 
 class Encoder:
-    """A worker of the actor pool: encodes batches of passages."""
+    """Actor that encodes batches of passages."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         if options.server:
@@ -49,16 +49,16 @@ class Encoder:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("passages", help="JSON lines with the field `text`")
-    parser.add_argument("handles", help="Folder for the results")
-    parser.add_argument("--server", action="append", help="Address of a server; repeat it")
+    parser.add_argument("passages", help="JSON Lines file with the field `text`")
+    parser.add_argument("handles", help="Output folder")
+    parser.add_argument("--server", action="append", help="URL of a server; repeatable")
     parser.add_argument(
-        "--journal", type=os.path.abspath, help="Folder that records what the servers have stored"
+        "--journal", type=os.path.abspath, help="Folder that records stored passages"
     )
-    parser.add_argument("--model", help="Instead of servers: the model that each worker loads")
-    parser.add_argument("--store", help="Store of --model, such as s3://bucket/kv")
-    parser.add_argument("--workers", type=int, help="Default: one for each server, or 1")
-    parser.add_argument("--gpus", type=float, default=0, help="GPUs of each worker with --model")
+    parser.add_argument("--model", help="Model that each worker loads, instead of --server")
+    parser.add_argument("--store", help="Store for --model, such as s3://bucket/kv")
+    parser.add_argument("--workers", type=int, help="Workers. Default: one per server, or 1")
+    parser.add_argument("--gpus", type=float, default=0, help="GPUs per worker with --model")
     options = parser.parse_args()
     if (options.server is None) == (options.model is None or options.store is None):
         parser.error("Expected --server, or --model and --store")

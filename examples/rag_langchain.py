@@ -1,12 +1,12 @@
-"""LangChain over Chroma, with a real model and a real embedding.
+"""Answer questions about documents with LangChain, Chroma and a MiniLM embedding model.
 
     pip install -c constraints.txt langchain-huggingface sentence-transformers \\
         langchain-text-splitters
     python examples/rag_langchain.py "When was the Eiffel Tower built?"
     python examples/rag_langchain.py --folder my-notes --db my-db --model path/to/model
 
-A second run with the same --db encodes no passage: the folder --db contains the passages, their
-embeddings, and their keys and values.
+A second run with the same --db does not encode the passages again, because that folder contains
+them with their embeddings, and their keys and values.
 """
 
 import argparse
@@ -37,7 +37,7 @@ PROMPT = ChatPromptTemplate.from_template(
 def open_retriever(
     folder: Path, db: Path, chat: ChatBlockAttention, embedding: Embeddings
 ) -> BaseRetriever:
-    """Retriever over the Markdown and text files of a folder, indexed if the database is empty."""
+    """Open a retriever for a folder of text and Markdown, indexed if the database is empty."""
     vectors = Chroma("passages", embedding, persist_directory=str(db / "chroma"))
     if not vectors.get(limit=1)["ids"]:
         files = sorted(path for path in folder.rglob("*") if path.suffix in {".md", ".txt"})

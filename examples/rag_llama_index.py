@@ -1,11 +1,11 @@
-"""LlamaIndex over Chroma, with a real model and a real embedding.
+"""Answer questions about documents with LlamaIndex, Chroma and a MiniLM embedding model.
 
     pip install -c constraints.txt llama-index-embeddings-huggingface
     python examples/rag_llama_index.py "When was the Eiffel Tower built?"
     python examples/rag_llama_index.py --folder my-documents --db my-db --model path/to/model
 
-A second run with the same --db encodes no passage: the folder --db contains the passages, their
-embeddings, and their keys and values.
+A second run with the same --db does not encode the passages again, because that folder contains
+them with their embeddings, and their keys and values.
 """
 
 import argparse
@@ -37,7 +37,7 @@ QUESTIONS = [
 def open_index(
     folder: Path, db: Path, llm: BlockAttentionLLM, embedding: BaseEmbedding
 ) -> VectorStoreIndex:
-    """Index of the documents of a folder, created if the database is empty."""
+    """Open the index of a folder of documents, and create it if the database is empty."""
     collection = chromadb.PersistentClient(str(db / "chroma")).get_or_create_collection("passages")
     vectors = ChromaVectorStore(chroma_collection=collection)
     if not collection.count():

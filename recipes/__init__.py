@@ -1,1 +1,1 @@
-"""How what comes with the package was made. In the repository, not in the wheel."""
+"""Code that generated the data and models in the package; not included in the wheel."""

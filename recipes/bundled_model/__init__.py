@@ -1,1 +1,1 @@
-"""How the bundled model and the demo's data were made; see README.md in this folder."""
+"""Generation of the bundled model and the demo's data; see README.md in this folder."""

@@ -1,4 +1,4 @@
-"""The base model: its shape, and training on rows with full causal attention."""
+"""The base model: its architecture, and training on rows with full causal attention."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ TOKENS_PER_STEP = 1_800
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalLM:
-    """A Llama of under two million parameters with grouped-query attention.
+    """Create a Llama with less than two million parameters and grouped-query attention.
 
-    RoPE's base is low: most wavelengths then lie between a passage and a whole prompt, where
-    "which of two passages comes later" has to be read off.
+    The RoPE base is low, so that most wavelengths are between the lengths of a passage and of a
+    prompt. The model needs these to determine which of two passages comes later.
     """
     torch.manual_seed(seed)
     config = LlamaConfig(
@@ -51,7 +51,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausal
 
 
 def batches(write: Callable[[], Row], tokens: int, pool: int = 48) -> Iterator[list[Row]]:
-    """Endless batches of rows of like length, at most ``tokens`` with padding, if rows allow."""
+    """Yield batches of similarly long rows endlessly: one row, or up to ``tokens`` with padding."""
     while True:
         rows = sorted((write() for _ in range(pool)), key=lambda row: len(row.ids))
         found: list[list[Row]] = [[]]
@@ -64,21 +64,21 @@ def batches(write: Callable[[], Row], tokens: int, pool: int = 48) -> Iterator[l
 
 
 def collate(rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
-    """Ids and weights, both ``[rows, longest]``. Padding is on the right, where causal
-    attention never looks from a real token, so no mask is needed."""
+    """Collate rows to ids and weights, both ``[rows, longest]``. Padding is on the right, where
+    causal attention ignores it, so no mask is needed."""
     ids = nn.utils.rnn.pad_sequence([torch.tensor(r.ids) for r in rows], batch_first=True)
     weights = nn.utils.rnn.pad_sequence([torch.tensor(r.weights) for r in rows], batch_first=True)
     return ids, weights
 
 
 def predictions(model: LlamaForCausalLM, ids: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-    """Logits ``[n, vocabulary]`` and targets ``[n]`` at the ``n`` wanted tokens only."""
+    """Compute logits ``[n, vocabulary]`` and targets ``[n]`` for the ``n`` wanted tokens only."""
     hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
     return model.lm_head(hidden[:, :-1][wanted[:, 1:]]), ids[:, 1:][wanted[:, 1:]]
 
 
 def step_loss(model: LlamaForCausalLM, rows: Sequence[Row]) -> Tensor:
-    """The weighted mean cross-entropy of a batch."""
+    """Compute the weighted mean cross-entropy of a batch."""
     ids, weights = collate(rows)
     logits, targets = predictions(model, ids, weights > 0)
     each = nn.functional.cross_entropy(logits, targets, reduction="none")
@@ -88,9 +88,9 @@ def step_loss(model: LlamaForCausalLM, rows: Sequence[Row]) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """Teacher-forced accuracy: shares of answers, and of answer tokens, that are the model's
-    first choice. Greedy decoding writes the expected answer word for word exactly where every
-    token is, so ``answers`` costs one forward pass and no decoding."""
+    """Teacher-forced accuracy: shares of answers, and of answer tokens, that the model predicts
+    correctly. If all tokens of an answer are the model's first choice, greedy decoding generates
+    exactly this answer, so one forward pass per batch is sufficient, without decoding."""
 
     answers: float
     tokens: float
@@ -98,7 +98,7 @@ class Score:
 
 @torch.no_grad()
 def score(model: LlamaForCausalLM, rows: Sequence[Row], batch_rows: int = 10) -> Score:
-    """Score a model on rows whose weights mark the answer alone."""
+    """Score a model on rows in which only answer tokens have a positive weight."""
     right_rows = right_tokens = all_tokens = 0
     for start in range(0, len(rows), batch_rows):
         ids, weights = collate(rows[start : start + batch_rows])
@@ -113,7 +113,7 @@ def score(model: LlamaForCausalLM, rows: Sequence[Row], batch_rows: int = 10) ->
 
 
 class Probe:
-    """Held-out questions on test entities, to watch accuracy while training."""
+    """Held-out questions about test entities, to monitor accuracy during training."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerFast, sizes: Sequence[int] = (2, 5), n: int = 24
@@ -126,22 +126,22 @@ class Probe:
         }
 
     def __call__(self, model: LlamaForCausalLM) -> dict[str, Score]:
-        """The score by ``kind@passages``."""
+        """Return the model's scores by ``kind@passages``."""
         return {f"{kind}@{size}": score(model, rows) for (kind, size), rows in self._rows.items()}
 
 
 def processes() -> int:
-    """How many processes train together: one, but under ``torchrun``."""
+    """Return the number of processes that train together: 1, or more with ``torchrun``."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def is_first() -> bool:
-    """Whether this process is the one that logs and saves."""
+    """Return whether this process is the one that logs and saves."""
     return processes() == 1 or dist.get_rank() == 0
 
 
 def from_first(number: float) -> float:
-    """The first process's number, so that all end a stage at the same step."""
+    """Broadcast the first process's number, so that all processes end a stage at the same step."""
     if processes() == 1:
         return number
     shared = torch.tensor(number, dtype=torch.float64)
@@ -150,7 +150,7 @@ def from_first(number: float) -> float:
 
 
 def average_gradients(model: nn.Module) -> None:
-    """Make every process's gradients the mean over all processes."""
+    """Replace the gradients with their mean over all processes."""
     if processes() == 1:
         return
     grads = [p.grad for p in model.parameters() if p.grad is not None]
@@ -161,7 +161,7 @@ def average_gradients(model: nn.Module) -> None:
 
 
 class Trainer:
-    """AdamW with a schedule given as a function of progress in [0, 1]."""
+    """AdamW training whose learning rate is a function of progress in [0, 1]."""
 
     def __init__(self, model: LlamaForCausalLM, out: Path, log: Callable[[str], None]) -> None:
         self.model = model
@@ -184,9 +184,9 @@ class Trainer:
         log_s: float = 120.0,
         probe_s: float = 420.0,
     ) -> list[float]:
-        """Train ``steps`` steps, or fewer if ``minutes`` run out; returns the losses.
+        """Train for ``steps`` steps, or for ``minutes`` if this is shorter, and return the losses.
 
-        ``source`` gives the rows for a progress, ``rate`` the share of the learning rate.
+        ``source`` and ``rate`` map progress to the rows of a step and to the learning rate's share.
         """
         losses: list[float] = []
         start = logged = probed = time.perf_counter()

@@ -1,12 +1,12 @@
-"""What the encyclopedia says: kinds of entity, their attributes, and the phrasings of each.
+"""Content of the encyclopedia: entity types, their attributes, and sentences for each attribute.
 
-Every attribute is answered by the same plain sentence, ``The {noun} of {name} is {value}.``,
-which repeats the name: a tiny model learns to look up a name that it has just written much
-sooner than to answer with a bare value. In passages, too, the name comes before the value: a
-causal model sees only then, at the value, whose it is.
+Answers about all attributes have the same form, ``The {noun} of {name} is {value}.``, which repeats
+the name: a tiny model learns to look up a name that it has just generated much earlier than to
+answer with only the value. In passages, the name also precedes the value, because a causal model
+can otherwise not associate the value with the name.
 """
 
-# ruff: noqa: E501 - a table of sentences: one line a list, whatever its width
+# ruff: noqa: E501 - a table of sentences with one list per line, regardless of its length
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ TRADES = ("baker", "painter", "sailor", "weaver", "surveyor", "gardener", "print
 
 @dataclass(frozen=True, slots=True)
 class Attribute:
-    """One fact that an entity of some kind has.
+    """Attribute of an entity type.
 
     ``named`` and ``pronoun`` are passage sentences with and without the entity's name;
-    ``questions`` ask for the value; ``wins`` is the predicate that declares the winner of a
-    comparison (``is taller``), and empty where values do not compare.
+    ``questions`` ask for the value; ``wins`` is the predicate for the winner of a comparison
+    (``is taller``), and empty if values cannot be compared.
     """
 
     noun: str
@@ -43,17 +43,17 @@ class Attribute:
         return bool(self.wins)
 
     def show(self, value: str) -> str:
-        """The value with its unit, as it stands in passages and answers: ``214 metres``."""
+        """Format the value with its unit, as in passages and answers: ``214 metres``."""
         return f"{value} {self.unit}" if self.unit else value
 
     def statement(self, name: str, shown: str) -> str:
-        """The canonical answer sentence."""
+        """Return the canonical answer sentence."""
         return f"The {self.noun} of {name} is {shown}."
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A kind of entity: how its name is made from one word, and what is known about it."""
+    """Entity type: the pattern of its entities' names, and its attributes."""
 
     word: str
     name: str

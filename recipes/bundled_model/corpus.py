@@ -1,6 +1,6 @@
-"""The fictional encyclopedia: seeded samples of three kinds, as many as are wanted.
+"""Seeded random samples of three types of questions about a fictional encyclopedia.
 
-Test entities have names that no training entity has (:mod:`recipes.bundled_model.names`).
+The names of test entities do not occur in training data (:mod:`recipes.bundled_model.names`).
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from recipes.bundled_model.scenes import QUESTION_KINDS, QuestionKind, turns_of,
 def generate_samples(
     seed: int, split: Split, kind: QuestionKind, num_passages: int, n: int
 ) -> list[CorpusQuestion]:
-    """``n`` questions of one kind, each over its own ``num_passages`` passages."""
+    """Generate ``n`` questions of one type, each with ``num_passages`` different passages."""
     if kind not in QUESTION_KINDS:
-        raise ValueError(f"kind is {kind!r}; it must be one of {', '.join(QUESTION_KINDS)}")
+        raise ValueError(f"Unknown kind {kind!r}: expected one of {', '.join(QUESTION_KINDS)}")
     if num_passages < 2 and kind != "one-passage":
-        raise ValueError(f"a question of kind {kind!r} needs two passages or more")
+        raise ValueError(f"Questions of kind {kind!r} need at least two passages")
     rng = random.Random(f"{seed}/{split}/{kind}/{num_passages}")
     samples: list[CorpusQuestion] = []
     while len(samples) < n:
@@ -35,7 +35,7 @@ def generate_samples(
 
 
 def evaluation_record(sample: CorpusQuestion, name: str) -> dict[str, Any]:
-    """A sample in the evaluation schema."""
+    """Convert a sample to the evaluation schema."""
     return {
         "id": name,
         "kind": sample.kind,
@@ -49,7 +49,7 @@ def evaluation_record(sample: CorpusQuestion, name: str) -> dict[str, Any]:
 
 
 def write_jsonl(path: Path, records: Iterable[Mapping[str, Any]]) -> int:
-    """Write one JSON object a line; returns how many."""
+    """Write one JSON object per line, and return their number."""
     lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in records]
     path.write_text("".join(lines), encoding="utf-8")
     return len(lines)

@@ -1,10 +1,10 @@
-"""The prompt formats that the bundled model is trained on, as data.
+"""Prompt formats that the bundled model is trained on.
 
-The words of the formats that the package knows come from :mod:`blockattn_rag.prompts.formats`; the
-others are words of LlamaIndex's and LangChain's own prompts.
+The texts of the package's formats are imported from :mod:`blockattn_rag.prompts.formats`; the
+others are copied from LlamaIndex's and LangChain's default prompts.
 
-A prompt is: ``head`` (special tokens parsed, BOS in front), the passages (each one a block,
-tokenized alone), ``tail`` with the question (special tokens parsed), then the answer.
+A prompt consists of ``head`` (special tokens are parsed, BOS is prepended), the passages (blocks
+tokenized separately), ``tail`` with the question (special tokens are parsed), and the answer.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ TO_USER, TO_ASSISTANT = f"{END}\n<|user|>\n", f"{END}\n<|assistant|>\n"
 
 
 def follow_up(question: str) -> str:
-    """What stands between the end token of an answer and the next answer."""
+    """Return the text between the end token of an answer and the next answer."""
     return TO_USER.removeprefix(END) + question + TO_ASSISTANT
 
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """One prompt format; ``before`` and ``after`` stand around each passage, ``tail`` holds
+    """Prompt format. ``before`` and ``after`` surround each passage; ``tail`` contains
     ``{question}``."""
 
     head: str
@@ -57,16 +57,16 @@ class Format:
 
     @property
     def frame_chars(self) -> int:
-        """The length of what stands around the passages and the question."""
+        """Length of the text around the passages and the question."""
         return len(self.head) + len(self.tail)
 
     def passage(self, passage: Passage, view: str) -> str:
-        """The text of a passage's block, its template included."""
+        """Return the text of a passage's block, including its template."""
         return self.before + self.text(passage, view) + self.after
 
     @staticmethod
     def text(passage: Passage, view: str) -> str:
-        """The passage as its block's canonical text."""
+        """Return the canonical text of a passage, without the template."""
         return view.format(title=passage.title, text=passage.text)
 
 
@@ -133,6 +133,6 @@ MIX: tuple[tuple[Format, float], ...] = (
 
 
 def draw_format(rng: random.Random, longest: int | None = None) -> Format:
-    """A format, drawn by its share, with at most ``longest`` characters of frame."""
+    """Draw a format by its share, with at most ``longest`` characters around the passages."""
     fit = [(f, share) for f, share in MIX if longest is None or f.frame_chars <= longest]
     return rng.choices([f for f, _ in fit], [share for _, share in fit])[0]

@@ -1,7 +1,7 @@
 """Write the demo's data files: ``python -m recipes.bundled_model.freeze [FOLDER]``.
 
-Without a folder, the files of the package (``blockattn_rag/app/demo/data``) are written again, byte
-for byte the same as long as the generator is.
+The default folder is that of the package (``blockattn_rag/app/demo/data``). If the generator did
+not change, its files are reproduced byte for byte.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from recipes.bundled_model.scenes import Article, QuestionKind, SceneWriter, tur
 DATA = Path(blockattn_rag.app.demo.corpus.__file__).with_name("data")
 ARTICLES_PER_KIND = 30
 
-#: The questions on each kind of entity: the first article asked about, how many, and the sort.
+#: Questions for each entity type: the first article, the number of articles, and the question type.
 QUESTIONS: tuple[tuple[int, int, QuestionKind], ...] = (
     (0, 1, "one-passage"),
     (1, 1, "one-passage"),
     (2, 2, "comparison"),
 )
 
-#: Samples with passages, by split, kind and number of passages: seeds, and samples of each seed.
+#: Seeds and samples per seed, by split, question type and number of passages.
 SAMPLES: dict[tuple[Split, QuestionKind, int], tuple[tuple[int, int], ...]] = {
     ("train", "one-passage", 3): ((1, 160),),
     ("test", "one-passage", 3): ((2, 40), (3, 60)),
@@ -42,9 +42,9 @@ SAMPLES: dict[tuple[Split, QuestionKind, int], tuple[tuple[int, int], ...]] = {
 
 @cache
 def articles() -> tuple[Article, ...]:
-    """The articles of the encyclopedia: 30 of each kind of entity, kind by kind."""
-    # Of this seed, Halden Tower, which leads, is as tall as the documentation says: 214 metres.
-    # Names of one kind do not rhyme: the bundled model mixes up names that do (its card).
+    """Generate the articles of the encyclopedia: 30 for each entity type, in order of type."""
+    # With this seed, the first entity, Halden Tower, is 214 metres tall, as in the documentation.
+    # Names of one type do not rhyme, because the bundled model confuses such names (model card).
     writer = SceneWriter(random.Random("bundled 4917"), "test", rhymes=False)
     return tuple(
         writer.article(kind, "Halden Tower" if (kind.word, i) == ("tower", 0) else None)
@@ -54,7 +54,7 @@ def articles() -> tuple[Article, ...]:
 
 
 def questions() -> list[CorpusQuestion]:
-    """Questions about the encyclopedia: of each kind of entity two look-ups and a comparison."""
+    """Generate questions about the encyclopedia: two lookups and a comparison per entity type."""
     rng = random.Random("bundled questions")
     turns: list[CorpusQuestion] = []
     for start in range(0, len(articles()), ARTICLES_PER_KIND):
@@ -66,7 +66,7 @@ def questions() -> list[CorpusQuestion]:
 
 
 def write_data(folder: Path) -> None:
-    """Write every data file of the demo into ``folder``."""
+    """Write all data files of the demo to ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
     write_jsonl(folder / "encyclopedia.jsonl", (asdict(a.passage) for a in articles()))
     write_jsonl(folder / "questions.jsonl", map(_record, questions()))
@@ -80,14 +80,14 @@ def write_data(folder: Path) -> None:
 
 
 def _record(question: CorpusQuestion) -> dict[str, Any]:
-    """A question's fields; passages only where it has its own."""
+    """Convert a question to a JSON record, without the field ``passages`` if it is empty."""
     record = asdict(question)
     if not question.passages:
         del record["passages"]
     return record
 
 
-def main(folder: Annotated[Path, typer.Argument(help="Where the files go.")] = DATA) -> None:
+def main(folder: Annotated[Path, typer.Argument(help="Output folder.")] = DATA) -> None:
     """Write the demo's data files."""
     write_data(folder)
 

@@ -1,7 +1,7 @@
-"""Accuracy of models of the demo by recipe: ``python -m recipes.bundled_model.measure bundled``.
+"""Measure the accuracies in the model card: ``python -m recipes.bundled_model.measure bundled``.
 
-Fresh questions on test entities, by kind and by number of passages, answered greedily in the chat
-format by the engine that users run: the table of the bundled model's card.
+The package's engine answers new questions about test entities greedily in the chat format, by
+recipe, question type and number of passages.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ RECIPES = {"block": Recipe(), "block-composite": Recipe(positions="composite")}
 
 
 def measure(model: str, samples: int, seed: int) -> Iterator[dict[str, Any]]:
-    """A row for each kind of question, number of passages, and full mode or recipe: ``kind``,
-    ``passages``, ``mode``, ``samples``, ``accuracy`` with ``low`` and ``high`` (95 % bootstrap
-    interval), and ``difference`` from full mode.
+    """Measure a model, and yield a row for each question type, number of passages, and full mode
+    or recipe: ``kind``, ``passages``, ``mode``, ``samples``, ``accuracy`` with ``low`` and ``high``
+    (95 % bootstrap interval), and ``difference`` from full mode.
 
     Args:
-        model: name or folder.
-        samples: questions in each cell.
-        seed: of the questions.
+        model: Name or folder of the model.
+        samples: Number of questions per cell.
+        seed: Seed of the questions.
     """
     for kind in QUESTION_KINDS:
         for passages in SIZES:
-            # A store for each cell: passages of one are never seen in another.
+            # Each cell uses a new store, because passages do not recur in other cells.
             engine = BlockAttentionEngine.from_pretrained(
                 model, store=MemoryStore(1 << 30), recipe="none"
             )
@@ -70,7 +70,7 @@ def _figures(result: Any) -> dict[str, Any]:
 
 
 def markdown(rows: Sequence[dict[str, Any]]) -> str:
-    """The rows as a table: a line for each model and mode, percent with half an interval."""
+    """Format the rows as a table with a line per model and mode: percent ± half the interval."""
     columns = [(kind, size) for kind in QUESTION_KINDS for size in SIZES]
     heads = [f"{kind}, {size}" for kind, size in columns]
     lines = [f"| model | mode | {' | '.join(heads)} |", "|---|---|" + "---|" * len(columns)]
@@ -91,9 +91,9 @@ def _cell(row: dict[str, Any]) -> str:
 
 def main(
     models: Annotated[list[str], typer.Argument(help="Names or folders of models.")],
-    samples: Annotated[int, typer.Option(min=1, help="Questions in each cell.")] = 500,
+    samples: Annotated[int, typer.Option(min=1, help="Questions per cell.")] = 500,
     seed: Annotated[int, typer.Option(help="Seed of the questions.")] = 1,
-    threads: Annotated[int, typer.Option(min=1, help="Processor cores.")] = 2,
+    threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 2,
     output: Annotated[
         Path | None, typer.Option(dir_okay=False, help="Write the rows to this new JSON file.")
     ] = None,
@@ -102,15 +102,15 @@ def main(
     torch.set_num_threads(threads)
     if output:
         if output.exists():
-            raise typer.BadParameter(f"{output} exists; name another --output, or move it away")
+            raise typer.BadParameter(f"{output} exists; name another --output, or move the file")
         output.parent.mkdir(parents=True, exist_ok=True)
     for model in models:
-        load_config(model)  # a mistyped name is told of at once
+        load_config(model)  # report a mistyped name before any measurement
     rows: list[dict[str, Any]] = []
     for row in (row for model in models for row in measure(model, samples, seed)):
         rows.append(row)
         typer.echo(f"{row['model']} {row['kind']} at {row['passages']}, {row['mode']}", err=True)
-        if output:  # whatever ends a run of hours, what it found is kept
+        if output:  # keep the results if a run of several hours is interrupted
             write_json(output, rows)
     print(markdown(rows))
 

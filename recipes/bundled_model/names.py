@@ -1,8 +1,8 @@
-"""Invented names made of two syllables, with the pairs that only test entities may use.
+"""Invented two-syllable names, some of which are reserved for test entities.
 
-A name is a *pair* (first syllable, second syllable). A fixed fifth of all pairs is kept for
-the test split, so every syllable is known from training while no test name ever was: a model
-that answers about test entities reads the passages and recalls nothing.
+A name is a *pair* (first syllable, second syllable). A fixed fifth of all pairs is reserved for the
+test split. Every syllable therefore occurs in training, but no test name does: a model can answer
+questions about test entities only from the passages, not from memory.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ SECOND = tuple(_SECOND.split())
 
 
 def is_test_pair(first: int, second: int) -> bool:
-    """Whether the pair of syllable numbers belongs to the test split (one pair in five)."""
+    """Return whether a pair of syllable indices belongs to the test split (one pair in five)."""
     return (7 * first + 3 * second) % 5 == 0
 
 
 def pair_name(rng: random.Random, split: Split) -> str:
-    """One word such as ``Halden``, drawn from the split's own pairs."""
+    """Draw a word, such as ``Halden``, from the split's pairs."""
     while True:
         first, second = rng.randrange(len(FIRST)), rng.randrange(len(SECOND))
         if is_test_pair(first, second) == (split == "test"):
@@ -44,7 +44,7 @@ _PAIRS = {f + s: (i, j) for i, f in enumerate(FIRST) for j, s in enumerate(SECON
 
 
 def alike_name(rng: random.Random, split: Split, word: str) -> str:
-    """A word of the split that has its first or its second syllable in common with ``word``."""
+    """Draw a word from the split that shares its first or second syllable with ``word``."""
     first, second = _PAIRS[word]
     while True:
         pair = rng.choice(
@@ -55,12 +55,12 @@ def alike_name(rng: random.Random, split: Split, word: str) -> str:
 
 
 def ending_of(word: str) -> str:
-    """Its second syllable."""
+    """Return the second syllable of a word."""
     return SECOND[_PAIRS[word][1]]
 
 
 def held_out_words() -> frozenset[str]:
-    """Every word that only the test split may use."""
+    """Return all words that are reserved for the test split."""
     return frozenset(
         first + second
         for i, first in enumerate(FIRST)

@@ -1,9 +1,9 @@
-"""Training rows for the base model: token ids with a loss weight each.
+"""Training rows for the base model: token ids with loss weights.
 
-Five sorts. *Copy* rows teach to repeat what was seen, *fact* rows to find the value of a named
-entity, *article* rows to tell whose value a pronoun gives, *number* rows to compare numbers: short
-and dense. *Scene* rows are whole prompts with several questions over the same passages.
-Each part of a prompt is tokenized alone, as the engine does it at inference.
+There are five types. Four are short drills: *copy* rows teach the model to repeat earlier tokens,
+*fact* rows to look up values of named entities, *article* rows to resolve pronouns, and *number*
+rows to compare numbers. *Scene* rows are complete prompts with several questions about the same
+passages. Each part of a prompt is tokenized separately, as in the engine.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from recipes.bundled_model.scenes import (
 )
 from recipes.bundled_model.tokenizer import EOS, SPECIAL_TOKENS
 
-#: Loss weight of passage tokens: names recur there, which is worth learning; values do not.
+#: Loss weight of passage tokens: low, because only recurring names can be predicted, not values.
 PASSAGE_WEIGHT = 0.1
 
-#: Share of words in names that have a syllable in common with another name, far more than by
-#: chance: else a model looks up names by one syllable, which is right nearly always.
+#: Share of words in names that share a syllable with another name. Without these, a model learns
+#: to match names by one syllable, because that is nearly always sufficient.
 ALIKE = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """What prompts are made of.
+    """Composition of prompts.
 
     Args:
-        lookups: most questions on one passage, among those of a prompt.
-        editions: share of prompts in which entities have two passages.
-        pronouns: share of passages that tell every second sentence with a pronoun.
+        lookups: Maximum number of questions about a single passage per prompt.
+        editions: Share of prompts in which some entities have two passages.
+        pronouns: Share of passages in which every second sentence uses a pronoun.
     """
 
     lookups: int = 8
@@ -58,14 +58,14 @@ USUAL = Mix()
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """``weights[i]`` is the loss weight of predicting ``ids[i]``."""
+    """Token ids of a training row; ``weights[i]`` is the loss weight for predicting ``ids[i]``."""
 
     ids: list[int]
     weights: list[float]
 
 
 class RowWriter:
-    """Writes rows of every sort from one random generator."""
+    """Generates rows of all types from one random generator."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, rng: random.Random) -> None:
         self.tokenizer = tokenizer
@@ -73,9 +73,9 @@ class RowWriter:
         self._bos: int = tokenizer.bos_token_id
 
     def row(self, parts: list[tuple[str, float]]) -> Row:
-        """BOS and the parts, each tokenized alone, with one weight per part."""
+        """Build a row from BOS and the parts, each tokenized separately, with a weight per part."""
         backend = self.tokenizer.backend_tokenizer
-        backend.encode_special_tokens = False  # a call elsewhere may have left it on
+        backend.encode_special_tokens = False  # other code may have enabled it
         encoded = backend.encode_batch([text for text, _ in parts], add_special_tokens=False)
         ids, weights = [self._bos], [0.0]
         for encoding, (_, weight) in zip(encoded, parts, strict=True):
@@ -84,18 +84,18 @@ class RowWriter:
         return Row(ids, weights)
 
     def copy(self, length: int = 24, gap: int = 12) -> Row:
-        """A random segment, up to ``gap`` random tokens, the segment again; loss on the latter."""
+        """Generate a segment, up to ``gap`` other tokens, and the segment again, with loss."""
 
         def noise(n: int) -> list[int]:
             return self.rng.choices(range(len(SPECIAL_TOKENS), len(self.tokenizer)), k=n)
 
         segment, between = noise(length), noise(self.rng.randint(0, gap))
         ids = [*segment, *between, *segment]
-        # The repeat's first token has no loss, because nothing tells where the repeat begins.
+        # The first repeated token has no loss, because the start of the repetition is random.
         return Row(ids, [0.0] * (len(ids) - length + 1) + [1.0] * (length - 1))
 
     def numbers(self, comparisons: int = 5, chains: int = 3) -> Row:
-        """Many decisions "214 is more than 187", and comparison answers without passages."""
+        """Generate comparisons ("214 is more than 187") and comparison answers without passages."""
         parts: list[tuple[str, float]] = []
         for _ in range(comparisons):
             x, y = self._pair()
@@ -114,10 +114,10 @@ class RowWriter:
         return self.row(parts)
 
     def facts(self, entities: int = 5, again: float = 0.3) -> Row:
-        """Facts on several entities, then each of them asked for: the plain look-up, densely.
+        """Generate facts about several entities, then a lookup of each fact.
 
         In a share ``again`` of the rows, half of the facts are stated again with another value,
-        which then holds.
+        which replaces the first.
         """
         writer = self._scene_writer()
         told = self._entities(writer, entities, attributes=(1, 3))
@@ -133,10 +133,10 @@ class RowWriter:
         return self._told_and_asked(sentences, self.rng.sample(asked, len(asked)), holds)
 
     def articles(self, entities: int = 5, questions: int = 10) -> Row:
-        """Facts on several entities, those of one in a row and every second with a pronoun,
-        then asked for: whose fact a pronoun tells, densely.
+        """Generate facts about several entities, then lookups, to teach the resolution of pronouns.
 
-        In half of the rows, some entities are told of again with other values, which then hold.
+        The facts about an entity are consecutive, and every second uses a pronoun. In half of the
+        rows, some entities are described again with other values, which replace the first ones.
         """
         writer = self._scene_writer()
         firsts = self._entities(writer, entities, attributes=(2, 4))
@@ -155,13 +155,13 @@ class RowWriter:
         return self._told_and_asked(sentences, asked, holds)
 
     def _scene_writer(self) -> SceneWriter:
-        """A writer of training names, with no name in use yet."""
+        """Create a writer for training entities in which no name is in use yet."""
         return SceneWriter(self.rng, "train", alike=ALIKE)
 
     def _entities(
         self, writer: SceneWriter, most: int, attributes: tuple[int, int]
     ) -> list[tuple[str, list[Attribute]]]:
-        """Two to ``most`` new entities, and fewest to most attributes of each."""
+        """Draw two to ``most`` new entities, with a number of attributes in the given range."""
         kinds = self.rng.sample(KINDS, self.rng.randint(1, 2))
         found = []
         for _ in range(self.rng.randint(2, most)):
@@ -176,7 +176,7 @@ class RowWriter:
         asked: Sequence[tuple[Attribute, str]],
         holds: Mapping[tuple[Attribute, str], str],
     ) -> Row:
-        """Sentences, and what they say of each attribute and name, with loss on the values."""
+        """Build a row of sentences and lookups of attributes by name, with loss on the values."""
         parts = [(f"Facts: {' '.join(sentences)}\n", 0.0)]
         for attribute, name in asked:
             shown = holds[attribute, name]
@@ -185,7 +185,7 @@ class RowWriter:
         return self.row(parts)
 
     def _pair(self) -> tuple[int, int]:
-        """Two different numbers; often close, since a far pair shows in the first digit."""
+        """Draw two different numbers, often close ones, which differ only in later digits."""
         x = self.rng.randint(100, 999)
         closeness = self.rng.random()
         y = x
@@ -205,13 +205,13 @@ class RowWriter:
         turns: int = 8,
         mix: Mix = USUAL,
     ) -> Row:
-        """A prompt in a random format, with up to ``turns`` questions over its passages.
+        """Generate a prompt in a random format, with up to ``turns`` questions about its passages.
 
         Args:
-            passages: fewest and most passages.
-            longest_frame: most characters around them; None: any.
-            turns: most questions.
-            mix: what the scene and its questions are like.
+            passages: Minimum and maximum number of passages.
+            longest_frame: Maximum number of characters around them. None: unlimited.
+            turns: Maximum number of questions.
+            mix: Composition of the scene and its questions.
         """
         scene, asked = self._draw(passages, turns, mix)
         prompt = draw_format(self.rng, longest_frame)
@@ -228,7 +228,7 @@ class RowWriter:
         turns: int = 8,
         mix: Mix = USUAL,
     ) -> dict[str, Any]:
-        """What :meth:`scene` writes, as a training record of blocks and turns."""
+        """Generate a prompt like :meth:`scene`, as a training record of blocks and turns."""
         scene, asked = self._draw(passages, turns, mix)
         prompt = draw_format(self.rng)
         view = self.rng.choice(prompt.views)
@@ -247,7 +247,7 @@ class RowWriter:
     def _draw(
         self, passages: tuple[int, int], turns: int, mix: Mix
     ) -> tuple[list[Article], list[CorpusQuestion]]:
-        """A scene, and questions about it (at least one)."""
+        """Draw a scene and at least one question about it."""
         while True:
             count = self.rng.randint(*passages)
             most = min(3, count // 2)
@@ -258,7 +258,7 @@ class RowWriter:
                 return scene, asked
 
     def sample(self, sample: CorpusQuestion) -> Row:
-        """A sample as one prompt in a random format; weights mark the answer alone."""
+        """Convert a sample to a prompt in a random format, with loss only on the answer."""
         prompt = draw_format(self.rng)
         parts = self._prompt(prompt, sample.passages, sample.question)
         return self.row([*((text, 0.0) for text, _ in parts), (sample.answer + EOS, 1.0)])
@@ -273,7 +273,7 @@ class RowWriter:
     def _questions(
         self, scene: list[Article], limit: int, lookups: int
     ) -> Iterator[CorpusQuestion]:
-        """Questions of all kinds in random order, none of which an earlier answer gives away."""
+        """Yield questions of all types in random order; no earlier answer reveals a later one."""
         pool = [
             *turns_of(scene, self.rng, "one-passage")[:lookups],
             *turns_of(scene, self.rng, "comparison")[:4],

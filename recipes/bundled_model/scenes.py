@@ -1,14 +1,14 @@
-"""Scenes of a fictional encyclopedia: what one prompt holds, and every question about it.
+"""Scenes of a fictional encyclopedia, and all questions about them.
 
-A *scene* is what one prompt holds: articles (an entity, what its passage states, the passage).
-Three kinds of question are asked of a scene:
+A *scene* consists of the articles in a prompt (entity, facts and passage). There are three types
+of questions:
 
-- ``one-passage``: a value that one passage states;
-- ``comparison``: which of two entities of one kind has more of something (two passages);
-- ``order``: two passages, two *editions*, describe one entity with different values and
-  nothing in their texts tells which is newer. The later one in the prompt holds.
+- ``one-passage``: asks for a value that one passage states;
+- ``comparison``: asks which of two entities of a type has the larger value (two passages);
+- ``order``: asks for a value of an entity that two passages (*editions*) describe with different
+  values. Their texts do not reveal which is newer; the later one in the prompt is valid.
 
-Pure standard library: nothing here needs a model.
+This module needs only the standard library, and no model.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ ORDER_QUESTIONS = (
     "What is the current {noun} of {name}?",
     "What is the latest {noun} of {name}?",
 )
-#: Share of passages that tell every second sentence with a pronoun.
+#: Share of passages in which every second sentence uses a pronoun.
 PRONOUNS = 0.3
 WHICH_QUESTIONS = ("Which {wins}, {a} or {b}?", "Of {a} and {b}, which {wins}?")
 
 
 @dataclass(frozen=True, slots=True)
 class Article:
-    """An entity and one edition of its passage, with the facts that the passage states."""
+    """An entity with one edition of its passage, and the facts that the passage states."""
 
     kind: Kind
     name: str
@@ -46,17 +46,17 @@ class Article:
     passage: Passage
 
     def states(self, attribute: Attribute) -> bool:
-        """Whether the passage states the attribute."""
+        """Return whether the passage states the attribute."""
         return attribute.noun in self.facts
 
 
 class SceneWriter:
-    """Writes articles of one split; a word names at most one thing in a scene.
+    """Writes articles for one split. Within a scene, each word names only one thing.
 
-    ``pronouns`` is the share of passages that tell every second sentence with a pronoun,
-    ``alike`` the share of words in names that have a syllable in common with an earlier name on
-    purpose: ``Lubach Tower`` beside ``Embach Tower``. With ``rhymes=False``, no two names of one
-    kind, nor two first names of persons, end alike.
+    ``pronouns`` is the share of passages in which every second sentence uses a pronoun. ``alike``
+    is the share of words in names that deliberately share a syllable with an earlier name, such as
+    ``Lubach Tower`` and ``Embach Tower``. With ``rhymes=False``, names of the same type have
+    different endings, and so do first names of persons.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class SceneWriter:
         self._endings: set[tuple[str, int, str]] = set()
 
     def word(self, like: str | None = None) -> str:
-        """A word that this scene does not use yet, with a syllable of ``like`` if given."""
+        """Draw a word that is not used in this scene yet, with a syllable of ``like`` if set."""
         while True:
             word = (
                 alike_name(self.rng, self.split, like) if like else pair_name(self.rng, self.split)
@@ -87,13 +87,13 @@ class SceneWriter:
                 return word
 
     def name(self, kind: Kind) -> str:
-        """A name for a new entity, such as ``Halden Tower``."""
+        """Draw a name for a new entity, such as ``Halden Tower``."""
         words = [self._name_word(kind, i) for i in range(kind.name.count("{}"))]
         self._in_names += words
         return kind.name.format(*words)
 
     def _name_word(self, kind: Kind, place: int) -> str:
-        """The word at one place of a name; if names must not rhyme, of a new ending there."""
+        """Draw a word of a name; if names must not rhyme, with a new ending at this position."""
         while True:
             word = self.word(self._alike_to())
             ending = (kind.word, place, ending_of(word))
@@ -102,12 +102,12 @@ class SceneWriter:
                 return word
 
     def _alike_to(self) -> str | None:
-        """The earlier name's word that the next one is to be like; None for any word."""
+        """Return an earlier word that the next one must resemble, or None for any word."""
         wanted = self.alike and self._in_names and self.rng.random() < self.alike
         return self.rng.choice(self._in_names) if wanted else None
 
     def value(self, attribute: Attribute) -> str:
-        """A fresh value of the attribute, as shown: ``214 metres``, ``Morvale``, ``slate``."""
+        """Draw a formatted value, such as ``214 metres``, ``Morvale`` or ``slate``."""
         match attribute.value:
             case "number":
                 return attribute.show(str(self.rng.randint(100, 999)))
@@ -119,9 +119,9 @@ class SceneWriter:
                 return self.rng.choice(words)
 
     def article(self, kind: Kind, name: str | None = None) -> Article:
-        """An article on a new entity, or another edition on the entity ``name``.
+        """Write an article about a new entity, or another edition about the entity ``name``.
 
-        Both comparable attributes are always stated, with one or two of the others.
+        It states both comparable attributes, and one or two of the others.
         """
         name = name or self.name(kind)
         others = [a for a in kind.attributes if not a.comparable]
@@ -131,10 +131,10 @@ class SceneWriter:
         return Article(kind, name, values, Passage(name, self._text(name, stated, values)))
 
     def _text(self, name: str, stated: list[Attribute], values: Mapping[str, str]) -> str:
-        """Three or four sentences; a pronoun stands for the name in the sentence before.
+        """Write three or four sentences. Pronouns refer to the name in the previous sentence.
 
-        The first sentence never begins with the name: a name is then always written after
-        a space, and the tokenizer cuts it in one way only.
+        The first sentence never begins with the name, so that names always follow a space and are
+        always tokenized in the same way.
         """
         pronouns = self.rng.random() < self.pronouns
         sentences = []
@@ -154,13 +154,13 @@ def write_scene(
     pronouns: float = PRONOUNS,
     alike: float = 0.0,
 ) -> list[Article]:
-    """``num_passages`` articles in prompt order, ``second_editions`` of them on an entity
-    that another article describes too, on entities of at most ``kinds`` kinds; ``pronouns`` and
-    ``alike`` as in :class:`SceneWriter`."""
+    """Write ``num_passages`` articles in prompt order, about entities of at most ``kinds`` types.
+    ``second_editions`` of them describe an entity that another article also describes.
+    ``pronouns`` and ``alike``: see :class:`SceneWriter`."""
     writer = SceneWriter(rng, split, pronouns, alike)
     chosen = rng.sample(KINDS, min(kinds, len(KINDS)))
     firsts = [
-        # The first two are of one kind, so that there is always something to compare.
+        # The first two have the same type, so that at least one comparison is possible.
         writer.article(chosen[0] if i < 2 else rng.choice(chosen))
         for i in range(num_passages - second_editions)
     ]
@@ -171,7 +171,7 @@ def write_scene(
 
 
 def _editions(scene: Sequence[Article]) -> dict[str, list[int]]:
-    """The positions of each entity's articles, in prompt order."""
+    """Return the indices of each entity's articles, in prompt order."""
     found: dict[str, list[int]] = {}
     for i, article in enumerate(scene):
         found.setdefault(article.name, []).append(i)
@@ -181,7 +181,7 @@ def _editions(scene: Sequence[Article]) -> dict[str, list[int]]:
 def turns_of(
     scene: Sequence[Article], rng: random.Random, kind: QuestionKind
 ) -> list[CorpusQuestion]:
-    """Every question of ``kind`` that the scene answers, in random order."""
+    """Return all questions of type ``kind`` that the scene answers, in random order."""
     groups = _editions(scene).values()
     single = [group[0] for group in groups if len(group) == 1]
     if kind == "one-passage":
@@ -238,11 +238,11 @@ def _comparison(
 
 
 def comparison_answer(of: Attribute, a: str, b: str, shown_a: str, shown_b: str) -> tuple[str, str]:
-    """The answer as a short chain (both values, the numbers compared, the winner), and its end.
+    """Return the answer as a short chain (both values, their comparison, the winner), and its end.
 
-    One comparison of two numbers that were just written is a far smaller step than naming
-    the winner straight from the passages. The letters make the winner one of two words to look
-    up: to tell it by its place alone, first or second, is learned very late.
+    Comparing two numbers that were just generated is much easier than naming the winner directly
+    from the passages. The letters turn naming the winner into a lookup: the model learns very
+    late to name it by its position, first or second.
     """
     x, y = (int(shown.split()[0]) for shown in (shown_a, shown_b))
     verdict = f"{a if x > y else b} {of.wins}"

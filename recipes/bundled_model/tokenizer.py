@@ -1,8 +1,8 @@
-"""The bundled tokenizer: a byte-level BPE that cuts numbers into digits, names into syllables.
+"""The bundled tokenizer: a byte-level BPE that splits numbers into digits, names into syllables.
 
-Numbers are compared digit by digit. Invented names are cut into their two syllables, whatever
-letters meet there: names of test entities are then written just like those seen in training.
-Being byte-level, it encodes any text whatever.
+Digits allow the model to compare numbers digit by digit. Invented names are always split into their
+two syllables, so that names of test entities are tokenized like those in training. As a byte-level
+tokenizer, it can encode any text.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ CHAT_TEMPLATE = (
 
 
 def _training_text(seed: int, scenes: int) -> Iterator[str]:
-    """Passages, questions, answers and prompt templates, from training entities alone."""
+    """Yield passages, questions, answers and prompt templates, with training entities only."""
     rng = random.Random(f"{seed}/tokenizer")
     for number in range(scenes):
         scene = write_scene(rng, "train", 6, second_editions=1)
@@ -47,7 +47,7 @@ def _training_text(seed: int, scenes: int) -> Iterator[str]:
 
 
 def build_tokenizer(seed: int = 0, scenes: int = 1_200) -> PreTrainedTokenizerFast:
-    """Train the tokenizer. ``tokenizer(text)`` puts BOS in front, as Llama's does."""
+    """Train the tokenizer. Like Llama's tokenizer, ``tokenizer(text)`` prepends BOS."""
     tokenizer = Tokenizer(models.BPE())
     first_syllable = rf" ?(?:{'|'.join(FIRST)})(?=(?:{'|'.join(SECOND)})(?![a-z]))"
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(

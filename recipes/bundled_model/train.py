@@ -1,10 +1,10 @@
 """Train the bundled model from scratch: ``python -m recipes.bundled_model.train``.
 
-Four stages: a warm-up on copying and on comparing numbers, the task with full attention, more of
-its late learned questions, and block fine-tuning, which is
+There are four stages: a warm-up with copying and number comparisons, the task with full attention,
+more questions of the types that are learned late, and block fine-tuning with
 :func:`blockattn_rag.lab.training.finetune.finetune`, as for any model.
-On several cores, processes beat threads at this size: ``torchrun --nproc-per-node 2 -m
-recipes.bundled_model.train --threads 1``.
+On several cores, processes are faster than threads for this model size: ``torchrun --nproc-per-node
+2 -m recipes.bundled_model.train --threads 1``.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from recipes.bundled_model.tokenizer import build_tokenizer
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How long each stage is: optimizer steps, and samples of block fine-tuning with their
-    learning rate; and of how many questions the probe consists, by kind and size."""
+    """Length of each stage in optimizer steps; samples and learning rate of block fine-tuning; and
+    the number of probe questions per question type and number of passages."""
 
     warm_up_steps: int = 1_000
     task_steps: int = 5_600
@@ -52,20 +52,20 @@ class Plan:
     probe_samples: int = 24
 
 
-# More of what is learned late than questions on test entities ask for.
+# These contain more of what is learned late than the test questions do.
 LATE = Mix(lookups=4, editions=0.8, pronouns=0.6)
 TUNING = Mix(lookups=6, editions=0.7, pronouns=0.6)
 
 BLOCK_BATCH = 4
-"""Samples of a step of block fine-tuning, over all processes."""
+"""Samples per step of block fine-tuning, over all processes."""
 
 SMOKE = Plan(warm_up_steps=60, task_steps=40, late_steps=4, block_samples=16, probe_samples=6)
 
 
 @dataclass(frozen=True, slots=True)
 class TrainReport:
-    """What a run did: losses by step of the stages before block fine-tuning, and scores before
-    and after them."""
+    """Results of the stages before block fine-tuning: losses by step, and scores before and after
+    them."""
 
     warm_up: list[float]
     task: list[float]
@@ -80,7 +80,7 @@ def _print(message: str) -> None:
 
 
 def warm_up(trainer: Trainer, writer: RowWriter, steps: int) -> list[float]:
-    """Stage 1: copying, looking up and comparing numbers, each batch of one sort."""
+    """Stage 1: copying, lookups and number comparisons. All rows of a batch have the same type."""
     rng = writer.rng
     sorts = [_batches(write) for write in (writer.copy, writer.facts, writer.numbers)]
 
@@ -91,9 +91,9 @@ def warm_up(trainer: Trainer, writer: RowWriter, steps: int) -> list[float]:
 
 
 def curriculum(progress: float) -> tuple[tuple[int, int], int | None]:
-    """How many passages a prompt has, and how many characters its frame at most.
+    """Return the range of passages per prompt, and the maximum number of characters around them.
 
-    Short prompts first: the task is learned from them in a fraction of the time.
+    Short prompts come first, because the model learns the task from them in a fraction of the time.
     """
     if progress < 0.16:
         return (1, 3), 250
@@ -103,7 +103,7 @@ def curriculum(progress: float) -> tuple[tuple[int, int], int | None]:
 def learn_task(
     trainer: Trainer, writer: RowWriter, steps: int, minutes: float, probe: Probe
 ) -> list[float]:
-    """Stage 2: whole prompts, longer and longer, among ever fewer rows of the warm-up."""
+    """Stage 2: complete prompts of increasing length, with fewer and fewer warm-up rows."""
     passages, longest_frame = curriculum(0.0)
     mixed = _fading(
         (writer.facts, writer.numbers), (0.65, 0.35), 0.2,
@@ -121,8 +121,8 @@ def learn_task(
 def learn_late(
     trainer: Trainer, writer: RowWriter, steps: int, minutes: float, probe: Probe
 ) -> list[float]:
-    """Stage 3: mostly comparisons and order, which are learned long after the plain look-up: both
-    need to tell the first of two things from the second. Pronouns, the hardest to read, too."""
+    """Stage 3: mostly comparisons and order, which are learned long after lookups, because both
+    must distinguish the first of two entities from the second; also pronouns, the hardest task."""
     source = _fading(
         (writer.articles, lambda: writer.facts(again=1.0), writer.numbers), (0.8, 0.1, 0.1), 0.6,
         lambda: writer.scene((2, 10), mix=LATE), writer.rng,
@@ -137,7 +137,7 @@ def _fading(
     scene: Callable[[], Row],
     rng: random.Random,
 ) -> Callable[[float], list[Row]]:
-    """Batches of whole prompts, a ``share`` of them drills at first and none at the end."""
+    """Mix complete prompts with drills, whose share decreases from ``share`` to 0."""
     drilling, scenes = [_batches(write) for write in drills], _batches(scene)
 
     def source(progress: float) -> list[Row]:
@@ -149,12 +149,12 @@ def _fading(
 
 
 def _batches(write: Callable[[], Row]) -> Iterator[list[Row]]:
-    """This process's share of each step."""
+    """Yield this process's share of the rows of each step."""
     return batches(write, TOKENS_PER_STEP // processes())
 
 
 def _cosine(progress: float, peak: float) -> float:
-    """From ``peak`` of the learning rate down to a thirtieth of it."""
+    """Return a share of the learning rate that decreases from about ``peak`` to 3 % of it."""
     return peak * (0.03 + 0.97 * (1 + math.cos(math.pi * progress)) / 2)
 
 
@@ -165,7 +165,7 @@ def train_base(
     minutes: float = math.inf,
     log: Callable[[str], None] = _print,
 ) -> TrainReport:
-    """Stages 1 to 3: tokenizer and model from scratch to ``out``; full attention throughout."""
+    """Stages 1 to 3: train a tokenizer and a full-attention model, and save them to ``out``."""
     tokenizer = build_tokenizer(seed)
     model = build_model(tokenizer, seed)
     rank = dist.get_rank() if dist.is_initialized() else 0
@@ -188,7 +188,7 @@ def train_base(
 
 
 def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
-    """Write weights, tokenizer, and greedy decoding as the default."""
+    """Save the weights and the tokenizer, with greedy decoding as the default."""
     if not is_first():
         return
     model.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]
@@ -202,12 +202,12 @@ def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path)
 
 
 def base_of(out: Path) -> Path:
-    """Where the base model of ``out`` goes."""
+    """Return the folder of the base model of ``out``."""
     return out.with_name(out.name + "-base")
 
 
 def data_of(out: Path) -> Path:
-    """Where the data of block fine-tuning go."""
+    """Return the path of the data file for block fine-tuning."""
     return out.with_name(out.name + "-data.jsonl")
 
 
@@ -222,12 +222,12 @@ def check_paths(out: Path, base: Path | None) -> None:
     written = [out, data_of(out), work_of(out), *([] if base else [base_of(out)])]
     if existing := [str(path) for path in written if os.path.lexists(path)]:
         raise FileExistsError(
-            f"{', '.join(existing)} would be overwritten; delete it, or choose another --out"
+            f"{', '.join(existing)} would be overwritten: delete it, or choose another --out"
         )
 
 
 def write_block_data(path: Path, tokenizer: PreTrainedTokenizerFast, seed: int, n: int) -> None:
-    """``n`` prompts over training entities, in all formats, as training data of block records."""
+    """Write ``n`` prompts about training entities, in all formats, as block training records."""
     writer = RowWriter(tokenizer, random.Random(f"{seed}/block"))
     write_jsonl(path, (writer.record((2, 10), mix=TUNING) for _ in range(n)))
 
@@ -235,12 +235,12 @@ def write_block_data(path: Path, tokenizer: PreTrainedTokenizerFast, seed: int, 
 def block_finetune(
     base: Path, out: Path, plan: Plan, seed: int = 0, positions: Positions = "reordered"
 ) -> None:
-    """Stage 4: the fine-tuning that users run, every sample in block and in full mode.
+    """Stage 4: the package's block fine-tuning, with each sample in block and full mode.
 
-    Answers alone are learned: heads and questions, which no stage before learned to predict, would
-    take all the room at first, and look-ups would suffer for it.
+    Only answer tokens have a loss. Earlier stages did not train the model to predict heads and
+    questions; their loss would dominate at first and degrade lookups.
 
-    ``positions="composite"`` is the papers' ablation: without position re-encoding.
+    ``positions="composite"`` is the ablation of the papers, without position re-encoding.
     """
     from blockattn_rag.lab.training.config import FinetuneConfig
     from blockattn_rag.lab.training.finetune import finetune
@@ -251,7 +251,7 @@ def block_finetune(
     if is_first():
         write_block_data(data, load_tokenizer(base), seed, plan.block_samples)
     if processes() > 1:
-        dist.barrier()  # the others read what the first one wrote
+        dist.barrier()  # the other processes read the file that the first process wrote
     finetune(
         FinetuneConfig(
             model=str(base),
@@ -271,30 +271,28 @@ def block_finetune(
 
 def main(
     out: Annotated[
-        Path, typer.Option(help="Folder of the finished model; OUT-data.jsonl is written too.")
+        Path, typer.Option(help="Folder for the finished model; also writes OUT-data.jsonl.")
     ] = Path("bundled"),
-    seed: Annotated[int, typer.Option(help="Seed of data and weights.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed for data and weights.")] = 0,
     minutes: Annotated[
-        float, typer.Option(min=0.01, help="Limit of stages 2 and 3, each.")
+        float, typer.Option(min=0.01, help="Time limit for each of stages 2 and 3.")
     ] = math.inf,
-    threads: Annotated[int, typer.Option(min=1, help="Processor cores.")] = 2,
+    threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 2,
     base: Annotated[
-        Path | None, typer.Option(help="Fine-tune this model; without, OUT-base is trained.")
+        Path | None, typer.Option(help="Model to fine-tune. Default: train OUT-base first.")
     ] = None,
     positions: Annotated[
         Positions,
-        typer.Option(help="Of block fine-tuning: reordered, or composite (the ablation)."),
+        typer.Option(help="Positions in block fine-tuning: reordered or composite."),
     ] = "reordered",
-    smoke: Annotated[
-        bool, typer.Option("--smoke", help="A short run that shows it works.")
-    ] = False,
+    smoke: Annotated[bool, typer.Option("--smoke", help="Run a short smoke test.")] = False,
 ) -> None:
     """Train the bundled model: OUT-base after full attention only, OUT after block fine-tuning."""
     torch.set_num_threads(threads)
     if dist.is_torchelastic_launched():
         dist.init_process_group("gloo")
     if BLOCK_BATCH % processes():
-        raise typer.BadParameter(f"{processes()} processes; expected 1, 2 or {BLOCK_BATCH}")
+        raise typer.BadParameter(f"Found {processes()} processes, expected 1, 2 or {BLOCK_BATCH}")
     try:
         check_paths(out, base)
     except FileExistsError as error:

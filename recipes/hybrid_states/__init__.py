@@ -1,1 +1,1 @@
-"""Ways to treat states in block mode, compared on a tiny hybrid model; see README.md."""
+"""Comparison of start states for block mode on a tiny hybrid model; see README.md."""

@@ -1,7 +1,7 @@
-"""Right answers of the trained models: ``python -m recipes.hybrid_states.measure OUT``.
+"""Measure the accuracy of the trained models: ``python -m recipes.hybrid_states.measure OUT``.
 
-An answer is right if each of its tokens is the model's first choice after the tokens before it:
-exactly then greedy decoding writes it. The questions are on entities that training never names.
+An answer is right if each of its tokens is the model's first choice after the preceding tokens,
+that is, if greedy decoding generates it. The entities in the questions do not occur in training.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def right_answers(
     treatment: Treatment,
     promote: int,
 ) -> list[float]:
-    """1.0 for each prompt whose answer is right, else 0.0."""
+    """Return 1.0 for each prompt with a right answer, and 0.0 for the others."""
     sink, kernel = sink_of(tokenizer), model.config.linear_conv_kernel_dim
     scores: list[float] = []
     for start in range(0, len(prompts), BATCH):
@@ -47,9 +47,9 @@ def right_answers(
 
 
 def measure(out: Path, samples: int, seed: int) -> Iterator[dict[str, Any]]:
-    """A row for each model, way to treat states and kind of question: ``accuracy`` with ``low`` and
-    ``high`` (95 % bootstrap interval), and ``difference`` from the model in full mode, paired by
-    question, with ``difference_low`` and ``difference_high``."""
+    """Yield a row per model, treatment and question type: ``accuracy`` with ``low`` and ``high``
+    (95 % bootstrap interval), and the paired ``difference`` from the model in full mode, with
+    ``difference_low`` and ``difference_high``."""
     tokenizer = load_tokenizer("bundled")
     questions = {kind: held_out_prompts(tokenizer, kind, PASSAGES, samples, seed) for kind in KINDS}
     model = build_model(load_model("bundled", device="cpu", dtype=torch.float32))
@@ -79,16 +79,16 @@ def measure(out: Path, samples: int, seed: int) -> Iterator[dict[str, Any]]:
 
 
 def ways(trained: Treatment) -> list[tuple[Treatment, int]]:
-    """Treatments to measure a model with, each with a number of promoted passages: all for the
-    model trained in full mode, those with ``PROMOTE`` for the one trained with the package's block
-    mode, its own for each other model."""
+    """Return the treatments to measure a model with, and their numbers of promoted passages: all
+    for the model trained in full mode, those with ``PROMOTE`` for the model trained with ``head``,
+    and only the treatment used in training for the others."""
     blocks = [t for t in get_args(Treatment) if t != "full"]
     promoted = [(t, PROMOTE) for t in blocks if trained in ("full", "head", t)]
     return [("full", 0), *promoted, *((t, 0) for t in blocks if trained == "full")]
 
 
 def markdown(rows: Sequence[dict[str, Any]]) -> str:
-    """The rows as a table, in percent with half an interval, and the difference from full mode."""
+    """Format the rows as a table: percent ± half the interval, and difference from full mode."""
     kinds = list(dict.fromkeys(row["kind"] for row in rows))
     lines = [
         f"| trained in | final block starts from | promote | {' | '.join(kinds)} |",
@@ -117,14 +117,12 @@ def _cell(row: dict[str, Any]) -> str:
 
 
 def main(
-    out: Annotated[Path, typer.Argument(exists=True, file_okay=False, help="Trained models.")],
-    samples: Annotated[int, typer.Option(min=1, help="Questions of each kind.")] = 200,
+    out: Annotated[Path, typer.Argument(exists=True, file_okay=False, help="Folder of models.")],
+    samples: Annotated[int, typer.Option(min=1, help="Questions per type.")] = 200,
     seed: Annotated[int, typer.Option(help="Seed of the questions.")] = 1,
-    output: Annotated[
-        Path | None, typer.Option(dir_okay=False, help="JSON file for the rows.")
-    ] = None,
+    output: Annotated[Path | None, typer.Option(dir_okay=False, help="JSON output file.")] = None,
 ) -> None:
-    """Print the table of right answers by training, treatment and questions."""
+    """Print a table of accuracy by training, treatment and question type."""
     torch.set_num_threads(1)
     rows: list[dict[str, Any]] = []
     for row in measure(out, samples, seed):

@@ -1,4 +1,4 @@
-"""The tiny hybrid model: Qwen3.5's layers, two of attention and two gated delta networks."""
+"""Tiny hybrid model of Qwen3.5's layers: two attention layers and two gated delta networks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from blockattn_rag.prompts.tokenization import BlockTokenizer
 STATE, ATTENTION = "linear_attention", "full_attention"
 LAYERS = (STATE, ATTENTION, STATE, ATTENTION)
 SINK = "head:4"
-"""The fixed head that passages are encoded after."""
+"""Sink: the fixed head that passages are encoded after."""
 
 _SHARED = (
     "vocab_size",
@@ -35,13 +35,13 @@ _SHARED = (
 
 
 def sink_of(tokenizer: PreTrainedTokenizerFast) -> list[int]:
-    """Token ids of the sink."""
+    """Return the token ids of the sink."""
     return sink_ids(SINK, BlockTokenizer(tokenizer))
 
 
 def build_model(base: PreTrainedModel, seed: int = 0) -> Qwen3_5ForCausalLM:
-    """A hybrid model of the bundled model's shape that starts from the bundled model's embeddings,
-    norms, MLPs and attention layers. Its gated delta networks are random."""
+    """Create a hybrid model with the bundled model's dimensions, and with copies of its embeddings,
+    norms, MLPs and attention layers. The gated delta networks are initialized randomly."""
     own: Any = base.config
     settings: dict[str, Any] = {name: getattr(own, name) for name in _SHARED}
     config = Qwen3_5TextConfig(
@@ -76,8 +76,8 @@ def build_model(base: PreTrainedModel, seed: int = 0) -> Qwen3_5ForCausalLM:
 
 
 def attention_of(base: PreTrainedModel) -> Callable[[Tensor], list[tuple[Tensor, Tensor]]]:
-    """A function from ids ``[b, n]`` to the inputs and outputs ``[b, n, hidden]`` of each attention
-    layer."""
+    """Return a function that maps ids ``[b, n]`` to the inputs and outputs ``[b, n, hidden]`` of
+    each attention layer of ``base``."""
     found: list[tuple[Tensor, Tensor]] = []
     for layer in base.model.layers:
         layer.self_attn.register_forward_hook(
@@ -99,8 +99,8 @@ def _copy_norm(norm: Any, other: Any) -> None:
 
 
 def _copy_attention(attention: Any, other: Any) -> None:
-    """Copy the projections. The new gate of the outputs is one half, so outputs are doubled. Norms
-    of queries and keys, which would make all heads equally sharp, are removed."""
+    """Copy the projections. The initial output gate is one half, so outputs are doubled. The norms
+    of queries and keys are removed, because they would make all heads equally sharp."""
     attention.q_norm = attention.k_norm = nn.Identity()
     queries = attention.q_proj.weight.unflatten(0, (-1, 2, attention.head_dim))
     queries[:, 0] = other.q_proj.weight.unflatten(0, (-1, attention.head_dim))
@@ -111,11 +111,11 @@ def _copy_attention(attention: Any, other: Any) -> None:
 
 
 def _set_state_layer(mixer: Any) -> None:
-    """Initialize a gated delta network as flash-linear-attention does: it remembers 1 to 1,000
-    tokens or more. With transformers' own start, most heads forget within a token."""
+    """Initialize a gated delta network as in flash-linear-attention, with memory lengths of 1 to
+    1,000 tokens or more. With transformers' initialization, most heads forget after one token."""
     steps = torch.exp(torch.empty_like(mixer.dt_bias).uniform_(math.log(1e-3), math.log(0.1)))
     mixer.dt_bias.copy_(steps + torch.log(-torch.expm1(-steps)))
     for projection in (mixer.in_proj_qkv, mixer.in_proj_z):
         nn.init.normal_(projection.weight, std=projection.in_features**-0.5)
     nn.init.normal_(mixer.conv1d.weight, std=0.3)
-    mixer.conv1d.weight[:, 0, -1] += 0.7  # reads mostly the token itself
+    mixer.conv1d.weight[:, 0, -1] += 0.7  # initially, mostly pass on the current token

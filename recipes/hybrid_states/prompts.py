@@ -1,4 +1,4 @@
-"""Prompts of the comparison: questions over passages of the bundled model's task, as blocks."""
+"""Prompts for the comparison: passages and questions of the bundled model's task, as blocks."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from recipes.bundled_model.scenes import PRONOUNS, QuestionKind, turns_of, write
 from recipes.bundled_model.tokenizer import EOS
 
 KINDS: dict[QuestionKind, int] = {"one-passage": 6, "order": 3}
-"""Kinds of question, and most questions of each in a training prompt. Comparisons are learned
-late."""
+"""Maximum number of questions per training prompt, by type. Comparisons are omitted, because they
+are learned late."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Token ids of the head, the passages and the final block, with its answers.
+    """Token ids of the head, the passages, and the final block including its answers.
 
-    ``weights``: 1 for each token of an answer, 0 for the other tokens of the final block.
+    ``weights``: 1 for each answer token, and 0 for all other tokens of the final block.
     """
 
     blocks: list[list[int]]
@@ -33,7 +33,7 @@ class Prompt:
 
 
 class PromptWriter:
-    """Writes prompts in one chat format."""
+    """Generates prompts in one chat format."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, rng: random.Random) -> None:
         self._backend = tokenizer.backend_tokenizer
@@ -41,7 +41,7 @@ class PromptWriter:
         self._rng = rng
 
     def training(self, passages: tuple[int, int] = (2, 5), turns: int = 6) -> Prompt:
-        """Passages about training entities, and up to ``turns`` questions of all kinds."""
+        """Generate passages about training entities, and up to ``turns`` questions of all types."""
         while True:
             count = self._rng.randint(*passages)
             kinds, again = self._rng.randint(1, 3), self._rng.randint(0, 1)
@@ -53,7 +53,7 @@ class PromptWriter:
                 return self._prompt([article.passage for article in scene], asked)
 
     def question(self, sample: CorpusQuestion) -> Prompt:
-        """One question over its own passages."""
+        """Build a prompt from a sample: its passages and its question."""
         return self._prompt(sample.passages, [sample])
 
     def _prompt(self, passages: Sequence[Passage], asked: Sequence[CorpusQuestion]) -> Prompt:
@@ -77,6 +77,6 @@ class PromptWriter:
 def held_out_prompts(
     tokenizer: PreTrainedTokenizerFast, kind: QuestionKind, passages: int, n: int, seed: int
 ) -> list[Prompt]:
-    """``n`` questions on test entities, each over its own passages."""
+    """Generate ``n`` prompts with questions about test entities, each with different passages."""
     writer = PromptWriter(tokenizer, random.Random(seed))
     return [writer.question(s) for s in generate_samples(seed, "test", kind, passages, n)]

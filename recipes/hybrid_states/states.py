@@ -1,9 +1,8 @@
-"""Block mode of a hybrid model with gated delta networks, for several start states.
+"""Block mode for a hybrid model with gated delta networks, with several start states.
 
-A batch is one dense forward pass, so that it can be trained. Attention layers use the block mask.
-In a state layer, a *run* is a sequence of tokens that one recurrence goes through from a zero
-state: the state in which the final block starts is the one that the tokens before it in its run
-leave behind.
+A batch is one dense, differentiable forward pass. Attention layers use the block mask. In a state
+layer, a *run* is a sequence of tokens that one recurrence processes, starting from a zero state.
+The final block starts from the state after the tokens that precede it in its run:
 
     full        one run over the complete prompt: full mode
     head        [head, final]: the package's block mode
@@ -11,9 +10,9 @@ leave behind.
     composed    [head, passages, final]: the head's state, through the affine map of each passage
     zero        [final]
 
-Passages run as ``[sink, passage]`` in each of them except ``full``. ``composed`` equals a store of
+Except in ``full``, each passage is a run ``[sink, passage]``. ``composed`` is equivalent to storing
 one map per passage: a gated delta network computes S_t = A_t S_(t-1) + B_t, where A_t and B_t
-depend on the token's own input alone, and the inputs of a passage's tokens are those of
+depend only on the token's own input, and the inputs of a passage's tokens are those of
 ``[sink, passage]``.
 """
 
@@ -47,13 +46,13 @@ CHUNK = 32
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Prompts as tensors. ``b`` rows of ``n`` tokens, padded on the right.
+    """Prompts as tensors: ``b`` rows of ``n`` tokens, padded on the right.
 
     ``ids``, ``positions``: ``[b, n]``, int64. ``mask``: ``[b, 1, n, n]``, float32, additive.
-    ``weights``: ``[b, n]``, float32: 1 for tokens of answers.
-    ``before``: ``[b * n, kernel]``: tokens that each token's convolution reads, itself last.
-    ``runs``: ``[runs, longest]``. ``source``: ``[b * n]``: where the flattened runs have each
-    token's output. In the last three, tokens count through the rows, and ``b * n`` is padding.
+    ``weights``: ``[b, n]``, float32, 1 for answer tokens.
+    ``before``: ``[b * n, kernel]``, tokens that each token's convolution reads, the token last.
+    ``runs``: ``[runs, longest]``. ``source``: ``[b * n]``, index of each token's output in the
+    flattened runs. ``before`` and ``runs`` index the flattened batch; ``b * n`` is padding.
     """
 
     ids: Tensor
@@ -72,7 +71,7 @@ class _Row:
     mask: Tensor
     weights: list[float]
     convolutions: list[Run]
-    recurrences: list[Run]  # a later one overrides the outputs of an earlier one
+    recurrences: list[Run]  # later runs override the outputs of earlier ones
 
 
 def _row(prompt: Prompt, treatment: Treatment, sink: Sequence[int], promote: int) -> _Row:
@@ -107,12 +106,12 @@ def _runs(treatment: Treatment, first: Run, middle: list[Run], last: Run) -> lis
 def collate(
     prompts: Sequence[Prompt], treatment: Treatment, sink: Sequence[int], promote: int, kernel: int
 ) -> Batch:
-    """Prompts as one batch.
+    """Collate prompts to a batch.
 
     Args:
         sink: Token ids that passages are encoded after.
         promote: Number of passages that belong to the final block.
-        kernel: Number of tokens that the convolution of a state layer reads.
+        kernel: Kernel size of the convolution in state layers.
     """
     rows = [_row(prompt, treatment, sink, promote) for prompt in prompts]
     n = max(len(row.ids) for row in rows)
@@ -146,7 +145,7 @@ def collate(
 
 
 def hidden_states(model: Qwen3_5ForCausalLM, batch: Batch) -> Tensor:
-    """Hidden states ``[b, n, hidden]`` after the last layer's norm."""
+    """Return the hidden states after the final norm, ``[b, n, hidden]``."""
     with _state_layers(model, batch):
         hidden: Tensor = model.model(
             input_ids=batch.ids,
@@ -170,7 +169,7 @@ def _state_layers(model: Qwen3_5ForCausalLM, batch: Batch) -> Iterator[None]:
 
 
 def mix(mixer: Any, batch: Batch, hidden_states: Tensor, **_: Any) -> Tensor:
-    """Forward of a gated delta network, as in transformers, but run by run."""
+    """Forward pass of a gated delta network, as in transformers, but separately for each run."""
     flat = hidden_states.flatten(0, 1)
     inputs = _with_padding(mixer.in_proj_qkv(flat))
     kernel = mixer.conv1d.weight[:, 0]

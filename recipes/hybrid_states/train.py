@@ -1,10 +1,10 @@
 """Train the tiny hybrid model: ``python -m recipes.hybrid_states.train OUT``.
 
-The first stage makes the state layers imitate the attention layers of the bundled model that they
-replace, layer by layer. The second trains the model in full mode. Each further stage continues from
-its result with one way to treat states, alternating between full and block mode. Stages save
-checkpoints and continue from them. Data depend on the step alone, so that an interruption changes
-nothing.
+The first stage trains each state layer to imitate the attention layer of the bundled model that it
+replaces. The second stage trains the model in full mode. Each further stage continues from this
+model with one treatment of states, alternating between full and block mode. All stages save
+checkpoints and resume from them. The data depend only on the step, so that interruptions do not
+affect the result.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from recipes.hybrid_states.prompts import Prompt, PromptWriter
 from recipes.hybrid_states.states import Batch, Treatment, collate, hidden_states, mix
 
 IMITATION, FULL, BLOCK = 120, 450, 70
-"""Optimizer steps of the stages; ``BLOCK`` for each way to treat states."""
+"""Optimizer steps per stage; ``BLOCK`` for each treatment of states."""
 
 IMITATION_RATE, FULL_RATE, BLOCK_RATE = 3e-3, 1e-3, 7e-4
 TOKENS_PER_STEP = 450
@@ -36,19 +36,19 @@ STAGES: tuple[Treatment, ...] = ("full", "head", "last", "composed")
 SAVE_S = 60.0
 
 Loss = Callable[[int], Tensor]
-"""The loss of a step."""
+"""Function that maps a step's number to its loss."""
 
 
 def answer_logits(model: Qwen3_5ForCausalLM, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits ``[t, vocab]`` and targets ``[t]`` at the ``t`` tokens of answers, and which tokens
-    these are: ``[b, n - 1]``, bool."""
+    """Return logits ``[t, vocab]`` and targets ``[t]`` for the ``t`` answer tokens, and the mask of
+    these tokens, ``[b, n - 1]``, bool."""
     is_answer = batch.weights[:, 1:] > 0
     logits = model.lm_head(hidden_states(model, batch)[:, :-1][is_answer])
     return logits, batch.ids[:, 1:][is_answer], is_answer
 
 
 def step_prompts(tokenizer: PreTrainedTokenizerFast, stage: str, step: int) -> list[Prompt]:
-    """The prompts of a step: as many as reach ``TOKENS_PER_STEP``."""
+    """Generate the prompts of a step, until they contain ``TOKENS_PER_STEP`` tokens."""
     writer = PromptWriter(tokenizer, random.Random(f"{stage}/{step}"))
     prompts: list[Prompt] = []
     while sum(len(block) for prompt in prompts for block in prompt.blocks) < TOKENS_PER_STEP:
@@ -59,7 +59,7 @@ def step_prompts(tokenizer: PreTrainedTokenizerFast, stage: str, step: int) -> l
 def task_loss(
     model: Qwen3_5ForCausalLM, tokenizer: PreTrainedTokenizerFast, treatment: Treatment
 ) -> Loss:
-    """Cross-entropy of answers: in full mode in even steps, with a treatment in odd ones."""
+    """Return the cross-entropy loss: full mode for even steps, the treatment for odd ones."""
     sink, kernel = sink_of(tokenizer), model.config.linear_conv_kernel_dim
     stage = "full" if treatment == "full" else "block"
 
@@ -75,8 +75,8 @@ def task_loss(
 def imitation_loss(
     model: Qwen3_5ForCausalLM, tokenizer: PreTrainedTokenizerFast, base: PreTrainedModel
 ) -> Loss:
-    """Error of the state layers' outputs, as a share of those of the attention layers of ``base``
-    in the same places and for the same inputs."""
+    """Return the loss of the state layers: the squared error of their outputs, relative to the
+    outputs of the corresponding attention layers of ``base`` for the same inputs."""
     kernel, traced = model.config.linear_conv_kernel_dim, attention_of(base)
 
     def loss(step: int) -> Tensor:
@@ -105,12 +105,12 @@ def train_stage(
     """Train a model in place.
 
     Args:
-        rate: Highest learning rate.
-        checkpoint: File to continue from, if it exists, and to save to.
+        rate: Maximum learning rate.
+        checkpoint: File to resume from, if it exists, and to save to.
         until: Time at which to stop (``time.monotonic``).
 
     Returns:
-        Whether all steps are done.
+        Whether all steps are complete.
     """
     optimizer = torch.optim.AdamW(
         model.parameters(), betas=(0.9, 0.98), weight_decay=0.02, fused=True
@@ -137,17 +137,17 @@ def train_stage(
 
 
 def _schedule(step: int, steps: int) -> float:
-    """Share of the learning rate: a short warm-up, then a cosine to a thirtieth."""
+    """Return the share of the learning rate: a short warm-up, then cosine decay to 3 %."""
     return min(1.0, (step + 1) / 20) * (0.03 + 0.97 * (1 + math.cos(math.pi * step / steps)) / 2)
 
 
 def load_weights(model: nn.Module, out: Path, stage: str) -> None:
-    """Load the weights that a stage wrote to the folder ``out``."""
+    """Load the weights that a stage saved in the folder ``out``."""
     model.load_state_dict(torch.load(out / f"{stage}.pt", weights_only=True)["model"])
 
 
 def _restore(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Load a checkpoint, if it exists. Returns the number of steps done."""
+    """Load a checkpoint, if it exists, and return the number of completed steps."""
     if not checkpoint.exists():
         return 0
     saved: dict[str, Any] = torch.load(checkpoint, weights_only=True)
@@ -168,13 +168,13 @@ def _log(message: str) -> None:
 
 
 def main(
-    out: Annotated[Path, typer.Argument(file_okay=False, help="Folder of the models.")],
+    out: Annotated[Path, typer.Argument(file_okay=False, help="Folder for the models.")],
     minutes: Annotated[
-        float, typer.Option(help="Stop after these minutes; the same command continues.")
+        float, typer.Option(help="Stop after this time; run the command again to continue.")
     ] = 45,
-    smoke: Annotated[bool, typer.Option("--smoke", help="Two steps of each stage.")] = False,
+    smoke: Annotated[bool, typer.Option("--smoke", help="Run only two steps per stage.")] = False,
 ) -> None:
-    """Train in full mode, then in both modes with each way to treat states."""
+    """Train a model in full mode, then in both modes with each treatment of states."""
     torch.set_num_threads(1)
     until = time.monotonic() + 60 * minutes
     out.mkdir(parents=True, exist_ok=True)

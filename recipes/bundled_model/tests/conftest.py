@@ -1,4 +1,4 @@
-"""What the tests of this recipe share: repeatable examples, and one tokenizer."""
+"""Shared fixtures: reproducible Hypothesis examples, and one tokenizer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerFast
 
 from recipes.bundled_model.tokenizer import build_tokenizer
 
-# Shared machines are slow at times; a deadline would fail on them by chance.
+# Without deadlines, because tests would otherwise fail randomly on slow shared machines.
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
 

@@ -71,7 +71,7 @@ def test_score_is_that_of_greedy_decoding(
 
 
 def _train_together(rank: int, meeting: str) -> None:
-    """What one of two processes does: other data, then the same gradients and progress."""
+    """Run one of two processes with different data; check that gradients and progress are equal."""
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
     layer = nn.Linear(2, 1, bias=False)
     nn.init.zeros_(layer.weight)

@@ -19,7 +19,7 @@ def model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
 
 
 def attention(model: LlamaForCausalLM, ids: list[int]) -> list[Tensor]:
-    """Weights of layers 0 and 1, ``[heads, queries, keys]``."""
+    """Return the attention weights of layers 0 and 1, ``[heads, queries, keys]``."""
     with torch.no_grad():
         return [layer[0] for layer in model(torch.tensor([ids]), output_attentions=True).attentions]
 
@@ -31,7 +31,7 @@ def test_an_untrained_model_finds_what_followed_a_token(
     first, second = attention(model, row.ids)[:2]
     assert first[0].diagonal(-1).mean() > 0.6
     again = torch.arange(25, 47)
-    # Token 24 + i stood at i before; what came next is at i + 1.
+    # The token at 24 + i also occurs at i; the token to copy is at i + 1.
     assert second[0][again, again - 23].mean() > 0.2
 
 
@@ -49,7 +49,7 @@ def test_an_untrained_model_finds_what_followed_like_words(
         start = len(tokenizer(before).input_ids)
         ids = tokenizer("Facts: " + " ".join(stated) + f"\n{fact} ").input_ids
         weights = attention(model, ids)[1][2, -1]
-        # Most of the attention lies on the value of the fact that is asked for.
+        # Most of the attention must be on the value of the requested fact.
         assert weights[start : start + 4].sum() > 0.5
 
 
@@ -59,9 +59,9 @@ def test_every_part_of_a_head_can_still_be_learned(model: LlamaForCausalLM) -> N
         attention = layer.self_attn
         queries = attention.q_proj.weight.unflatten(0, (2, 2, size)).abs().amax(dim=(1, 3))
         keys = attention.k_proj.weight.unflatten(0, (2, size)).abs().amax(dim=2)
-        # A score is a product of the two: a part that is 0 in both has no gradient in either.
+        # Scores are products of queries and keys: dimensions that are 0 in both get no gradient.
         assert ((queries > 0) | (keys > 0)).all()
         values = attention.v_proj.weight.unflatten(0, (2, size)).abs().amax(dim=2)
         outputs = attention.o_proj.weight.unflatten(1, (2, 2, size)).abs().amax(dim=(0, 2))
-        # And so is what a head writes.
+        # The same applies to a head's output, a product of values and output weights.
         assert ((values > 0) | (outputs > 0)).all()

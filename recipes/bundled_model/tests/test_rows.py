@@ -55,7 +55,7 @@ def test_article_rows_tell_every_second_fact_with_a_pronoun_and_some_entities_ag
     writer = RowWriter(tokenizer, random.Random(0))
     told_again = 0
     for _ in range(20):
-        row = writer.articles(questions=100)  # all facts, and so all names
+        row = writer.articles(questions=100)  # asks for all facts, and therefore all names
         stated, _, questions = str(tokenizer.decode(row.ids)).partition("\n")
         names = set(re.findall(r" of (.+?) is ", questions))
         sentences = re.split(r"(?<=\.) ", stated)
@@ -71,7 +71,7 @@ def test_training_names_share_syllables_more_often_than_by_chance(
     tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def alike(write: str) -> int:
-        """How many invented words of a row begin like another of it, summed over rows."""
+        """Count the invented words that begin like another word of their row, over all rows."""
         begin, end = "|".join(FIRST), "|".join(SECOND)
         writer = RowWriter(tokenizer, random.Random(5))
         found = 0

@@ -53,7 +53,7 @@ def test_some_passages_go_on_with_pronouns() -> None:
 
 def test_names_are_alike_as_often_as_asked() -> None:
     def shares(alike: float) -> float:
-        """The share of towers that have a syllable in common with an earlier one of the scene."""
+        """Return the share of towers that share a syllable with an earlier one in the scene."""
         found = total = 0
         for seed in range(60):
             writer = SceneWriter(random.Random(seed), "train", alike=alike)
@@ -91,7 +91,7 @@ def test_an_answer_can_be_derived_from_its_gold_passages(kind: QuestionKind) -> 
 
 
 def winner_by_reading(answer: str, gold: list[Article]) -> str:
-    """The winner's clause, from the numbers that the answer's first two sentences state."""
+    """Derive the clause about the winner from the numbers in the answer's first two sentences."""
     first, second, chain = re.split(r"(?<=\.) ", answer)
     numbers = [int(re.findall(r"\d+", sentence)[0]) for sentence in (first, second)]
     for article, number in zip(gold, numbers, strict=True):
@@ -112,7 +112,7 @@ def test_only_position_tells_which_edition_holds() -> None:
 
 
 def same(a: str, b: str) -> bool:
-    """Whether two order questions ask for the same attribute of the same entity."""
+    """Return whether two order questions ask for the same attribute of the same entity."""
 
     def key(question: str) -> str:
         return re.sub(r"\b(current|latest) | now\b", "", question)

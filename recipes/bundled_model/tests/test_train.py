@@ -18,7 +18,7 @@ def test_prompts_grow_with_progress() -> None:
 
 @pytest.mark.timeout(600)
 def test_a_smoke_run_learns_and_ends_in_an_ordinary_model(tmp_path: Path) -> None:
-    """All four stages, very short: the loss falls, held-out tokens come out right."""
+    """Run all four stages briefly; the loss must fall, and held-out accuracy must rise."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -48,7 +48,7 @@ def test_existing_files_are_not_overwritten(
     with pytest.raises(typer.BadParameter, match=name):
         main(out)
     assert not trained
-    if name == "out-base":  # which is then read
+    if name == "out-base":  # with --base, this folder is read instead of written
         main(out, base=existing)
         assert trained == ["out"]
     existing.rmdir()

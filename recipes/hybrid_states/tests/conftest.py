@@ -1,4 +1,4 @@
-"""A small hybrid model with random weights, and prompts for it."""
+"""Fixtures: a small hybrid model with random weights, and prompts for it."""
 
 from __future__ import annotations
 

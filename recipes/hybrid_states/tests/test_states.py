@@ -30,7 +30,7 @@ def final_logits(
     sink: list[int],
     promote: int = 1,
 ) -> list[Tensor]:
-    """Logits of each prompt's last block."""
+    """Return the logits of each prompt's final block."""
     batch = collate(prompts, treatment, sink, promote, 4)
     logits = model.lm_head(hidden_states(model, batch))
     ends = [int(weights.nonzero()[-1]) + 1 for weights in batch.weights]
@@ -76,14 +76,14 @@ def test_composed_state_equals_affine_maps_that_passages_store(
     sink: list[int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of each passage, the map A, B with state_after = A @ state_before + B is computed alone."""
+    """Each passage's map A, B (state_after = A @ state_before + B) is computed separately."""
     rule = modeling_qwen3_5.torch_chunk_gated_delta_rule
     prompt = prompts[0]
     lengths = [len(block) for block in prompt.blocks]
     composed: list[Tensor] = []
 
     def parts(q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> Any:
-        """The first run, [head, passages, final], from the maps of its passages."""
+        """Compute the first run, [head, passages, final], from the maps of its passages."""
         outputs, _ = rule(q, k, v, **settings)
 
         def run(at: slice, values: Tensor, start: Tensor | None) -> tuple[Tensor, Tensor]:
