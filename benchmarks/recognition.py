@@ -199,7 +199,7 @@ def main(
     indexed: Annotated[int, typer.Option(help="Indexed passages.")] = 100_000,
     prompts: Annotated[int, typer.Option(help="Prompts with known passages.")] = 1_000,
     others: Annotated[int, typer.Option(help="Prompts without known passages.")] = 10_000,
-    characters: Annotated[int, typer.Option(help="Length of timed prompts, in characters.")] = 36_000,
+    characters: Annotated[int, typer.Option(help="Characters per timed prompt.")] = 36_000,
 ) -> None:
     """Measure recognition, and print the results as JSON."""
     writer = Writer(0)
