@@ -369,7 +369,7 @@ def measure_ingest(
     """Measure the throughput of encoding without a store, and of a plain forward pass.
 
     The plain forward pass is an upper bound: it computes the same number of tokens in rows of the
-    mean block length without padding, and fills a KV cache like encoding.
+    mean block length without padding, and fills a KV cache, too.
 
     Args:
         model: The model.

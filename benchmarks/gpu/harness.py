@@ -53,7 +53,8 @@ class Case(NamedTuple):
 
 
 class Ceilings(NamedTuple):
-    """Peak bandwidth and 16-bit compute rate of the device, per second."""
+    """Peak rates of the device: memory bandwidth in bytes per second, and 16-bit operations per
+    second."""
 
     bytes_per_s: float
     flops_per_s: float
