@@ -1,10 +1,10 @@
-"""Count the tokens that each turn of an agent computes, and check that only passages are stored.
+"""Count the tokens computed in each turn of an agent, and check that only passages are stored.
 
     python benchmarks/agent_turns.py [--turns 10] [--passages 20] [--found 3] [--follow-ups 0]
 
-The bundled model answers questions about passages that are retrieved for each turn
-(`RetrieveFirst`), and the history grows with every turn. Follow-ups to a question retrieve nothing.
-`final` is the length of the final block: all text after the last passage. The last lines describe
+The bundled model answers questions about passages that are retrieved in each turn
+(`RetrieveFirst`), and the history grows with every turn. Follow-ups retrieve nothing. `final` is
+the length of the final block: all text after the last passage. The last lines of output describe
 the store: each entry is decoded, and its text is compared with the passages and the conversation.
 """
 
@@ -37,7 +37,7 @@ FOLLOW_UPS = ("Are you sure?", "Say that again.", "Thank you. What else do you k
 
 
 class NewQuestions(BaseRetriever):
-    """Retriever that finds nothing for follow-ups."""
+    """Retriever that returns no documents for follow-ups."""
 
     other: BaseRetriever
 
@@ -90,7 +90,7 @@ def _tell_of_disk(
     entries = [kv for key in list(store.keys()) if (kv := store.get(key))]
     texts = [decode(kv.token_ids) for kv in entries]
     known = sum(any(one.strip() in text for one in passages) for text in texts)
-    # Lines that repeat a passage are skipped, because passages are stored anyway.
+    # Skip lines that repeat a passage, because passages are stored.
     own = [line for line in said if not any(line in one for one in passages)]
     files = [file.read_bytes() for file in folder.rglob("*") if file.is_file()]
     in_tokens = sum(any(line in text for text in texts) for line in own)

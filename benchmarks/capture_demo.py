@@ -19,7 +19,7 @@ FIGURE = Path(__file__).parents[1] / "docs" / "figures" / "demo.svg"
 
 
 def demo(db: str) -> str:
-    """The output of one run, with its colors."""
+    """Run the demo, and return its output with ANSI colors."""
     environment = {**os.environ, "FORCE_COLOR": "1", "COLUMNS": str(WIDTH)}
     done = subprocess.run(
         [sys.executable, "-m", "blockattn_rag", "demo", "--db", db],
@@ -29,7 +29,7 @@ def demo(db: str) -> str:
 
 
 def draw(output: str) -> None:
-    """Write the figure: the first questions, each with its two answers, and the summary."""
+    """Write the figure with the summary and the first questions, each with its two answers."""
     ingested, questions, summary, _ = output.rstrip().split("\n\n")
     first = questions.splitlines()[: 3 * QUESTIONS]
     with open(os.devnull, "w", encoding="utf-8") as nowhere:

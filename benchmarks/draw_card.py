@@ -1,4 +1,4 @@
-"""Draw the card that links to the documentation show, from results/ttft-float32.json.
+"""Draw the preview image for links to the documentation, from results/ttft-float32.json.
 
 python benchmarks/draw_card.py    # writes docs/figures/card.png, 1200 x 630 pixels
 """
@@ -18,7 +18,7 @@ TAGLINE = "Local RAG that reads each passage once"
 
 
 def lines(measured: Mapping[str, Any]) -> tuple[str, str]:
-    """Text of the two bars: the longest prompt in full mode and with reused blocks."""
+    """Return the text of the two bars: the longest prompt in full mode and with reused blocks."""
     row = max(measured["rows"], key=lambda row: int(row["length"]))
     shape = f"{measured['model'].upper()} shape on two CPU cores"
     return (
@@ -28,7 +28,7 @@ def lines(measured: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def draw(measured: Mapping[str, Any], path: Path) -> None:
-    """Write the picture. Its metadata contains the text of the bars, for the test."""
+    """Write the image. Its metadata contains the text of the bars, so that tests can check it."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,8 +1,8 @@
-"""Draw the speed-up by reuse to docs/figures/gain.svg, from benchmarks/results/ttft-float32.json.
+"""Draw the speedup from reuse to docs/figures/gain.svg, from benchmarks/results/ttft-float32.json.
 
     python benchmarks/draw_gain.py
 
-The figure is plain SVG text and rectangles. Its colors follow the reader's light or dark scheme.
+The figure consists of SVG text and rectangles. Its colors follow the reader's light or dark mode.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def bar(y: float, length: float, kind: str) -> str:
 
 
 def rows(data: Mapping[str, Any]) -> list[str]:
-    """The two bars of each context length, with their seconds and the ratio of the two."""
+    """Return the SVG of two bars per context length, with their times and the ratio of the two."""
     scale = (WIDTH - LEFT - RIGHT) / max(row["full_s"] for row in data["rows"])
     parts: list[str] = []
     for i, row in enumerate(data["rows"]):
@@ -58,7 +58,7 @@ def rows(data: Mapping[str, Any]) -> list[str]:
 
 
 def picture(data: Mapping[str, Any]) -> str:
-    """The figure as SVG, from the JSON of ``benchmarks/efficiency.py ttft``."""
+    """Return the figure as SVG, from the JSON output of ``benchmarks/efficiency.py ttft``."""
     machine, height = data["machine"], TOP + ROW * len(data["rows"]) + 58
     where = machine["accelerator"] or f"{machine['processor']}, {machine['threads']} threads"
     parts = [

@@ -1,4 +1,4 @@
-"""Measure times, rates and memory of block mode and full prefill.
+"""Measure the latency, throughput and memory of block mode and full prefill.
 
     python benchmarks/efficiency.py ttft --lengths 512,4096
     python benchmarks/efficiency.py decode --lengths 2048,8192 --block-tokens 128,512
@@ -11,12 +11,11 @@
     python benchmarks/efficiency.py passages --lengths 4096 --layers 4 --kind hybrid
     python benchmarks/efficiency.py decode --lengths 4096 --layers 4 --kind latent
 
-``ttft``: time to first token. ``decode``: time per token. ``batch``: time to the first tokens of a
-batch. ``memory``: peak memory of a request. ``shared``: tokens per second of requests that share a
-system prompt (RelayAttention). ``ingest``: tokens per second of encoding blocks. ``recompute``:
-time to first token by the share of recomputed tokens. ``windows``: time to first token with and
-without sliding windows. ``passages``: time to first token by number of passages. The result is
-printed as JSON.
+``ttft``: time to first token. ``decode``: time per token. ``batch``: time to first token of a
+batch. ``memory``: peak memory of a request. ``shared``: throughput of requests that share a system
+prompt (RelayAttention). ``ingest``: throughput of encoding blocks. ``recompute``: time to first
+token by the share of recomputed tokens. ``windows``: time to first token with and without sliding
+windows. ``passages``: time to first token by number of passages. The result is printed as JSON.
 """
 
 from __future__ import annotations
@@ -72,25 +71,25 @@ def measure_ttft(
     question_tokens: int = 50,
     repeats: int = 3,
 ) -> list[dict[str, Any]]:
-    """Measure the time from a request to its first token on every path, in turns.
+    """Measure the time to first token on every path, alternating between paths.
 
-    Blocks are encoded beforehand and read from the engine's store. A miss is an error.
+    Blocks are encoded in advance and read from the engine's store. A miss is an error.
 
     Args:
-        engine: Engine with a ``counting_tokenizer`` for the model's vocabulary, a store with
-            room for the blocks of the longest context, and ``resident_bytes=0``, so that repeated
-            questions are computed again.
+        engine: Engine with a ``counting_tokenizer`` for the model's vocabulary, a store that fits
+            the blocks of the longest context, and ``resident_bytes=0``, so that repeated
+            questions are recomputed.
         lengths: Context lengths in tokens, without the question.
         block_tokens: Tokens per block.
-        question_tokens: Tokens of the final block.
-        repeats: Timed runs on each path.
+        question_tokens: Number of tokens in the final block.
+        repeats: Number of timed runs on each path.
 
     Returns:
         One row for each length: ``length`` and ``blocks``; for each path ``<path>_s`` (median,
         seconds), ``<path>_min_s`` and ``<path>_max_s``; for the paths that reuse blocks,
-        ``full_over_<path>`` and ``<path>_over_floor``; and the numbers of operations
-        ``full_flops``, ``block_flops``, ``flops_ratio`` (full over block) and ``flops_over_floor``
-        (block over the question alone).
+        ``full_over_<path>`` and ``<path>_over_floor``; and the operation counts ``full_flops``
+        and ``block_flops``, with ``flops_ratio`` (full over block) and ``flops_over_floor``
+        (block over a prompt with only the question).
     """
     check_sizes(block_tokens=block_tokens, question_tokens=question_tokens)
     check_sizes(**{"the shortest length": min(lengths, default=0)})
@@ -128,13 +127,13 @@ def measure_decode(
     new_tokens: int = 32,
     repeats: int = 3,
 ) -> list[dict[str, Any]]:
-    """Measure the time per token after the first token on every path, in turns.
+    """Measure the time per token after the first on every path, alternating between paths.
 
     Args:
         engine, lengths, question_tokens, repeats: See ``measure_ttft``.
         block_tokens: Block sizes in tokens. Each size gives one row per length.
-        new_tokens: Tokens generated in each run, at least 2. The time of the first token is not
-            counted. On the relay path, the time of the second token includes joining small blocks.
+        new_tokens: Number of tokens to generate, at least 2. The time to first token is excluded.
+            On the relay path, the time of the second token includes concatenating small blocks.
 
     Returns:
         One row for each length and block size: ``length``, ``block_tokens``, ``<path>_s`` (median
@@ -179,12 +178,12 @@ def measure_batch(
     question_tokens: int = 50,
     repeats: int = 3,
 ) -> list[dict[str, Any]]:
-    """Measure the time to the first tokens of a batch of unrelated requests (TurboRAG, table 4).
+    """Measure the time to first token of batches of unrelated requests (TurboRAG, table 4).
 
     Args:
-        engine: See ``measure_ttft``; the store must have room for the largest batch's contexts.
-        batch_sizes: Numbers of requests per batch.
-        length: Context tokens of each request.
+        engine: See ``measure_ttft``; the store must fit the contexts of the largest batch.
+        batch_sizes: Batch sizes to measure.
+        length: Number of context tokens per request.
         block_tokens, question_tokens, repeats: See ``measure_ttft``.
 
     Returns:
@@ -229,16 +228,16 @@ def measure_memory(
 ) -> list[dict[str, Any]]:
     """Measure the peak memory of a request, from its start to its last token.
 
-    The result is deterministic, because only tensors that PyTorch allocates are counted. Blocks are
-    in the store beforehand and are not counted.
+    The result is deterministic, because only tensors allocated by PyTorch are counted. Blocks are
+    stored in advance and not counted.
 
-    The memory of relay depends on ``block_tokens``, because relay joins small blocks in additional
-    tensors (``attention.relay.JoinLimits``). It keeps them from the second token on (on an
-    accelerator, from the first token on) until the answer ends.
+    The memory of relay depends on ``block_tokens``, because relay copies small blocks into
+    additional tensors (``attention.relay.JoinLimits``). It keeps them from the second token (on an
+    accelerator, from the first) until the answer is complete.
 
     Args:
         engine, lengths, block_tokens, question_tokens: See ``measure_ttft``.
-        new_tokens: Tokens to generate.
+        new_tokens: Number of tokens to generate.
 
     Returns:
         One row for each length: ``length``; ``<path>_peak_bytes`` for full, copy and relay;
@@ -254,7 +253,7 @@ def measure_memory(
         row: dict[str, Any] = {"length": length}
         for path, one in engines.items():
             work = partial(one.generate, prompt, max_new_tokens=new_tokens, **PATHS[path])
-            # The profiler records only this thread. With the lock held, the model runs in it.
+            # The profiler records only this thread. Holding the lock makes the model run in it.
             with engine.model.lock:
                 row[f"{path}_peak_bytes"] = peak_bytes(work, engine.model.device)
         row["stored_bytes"] = length * engine.model.bytes_per_token
@@ -274,27 +273,27 @@ def measure_shared(
     new_tokens: int = 32,
     repeats: int = 3,
 ) -> list[dict[str, Any]]:
-    """Measure tokens per second of requests that share a system prompt (RelayAttention, table 2).
+    """Measure the throughput of requests that share a system prompt (RelayAttention, table 2).
 
     Shared: the system prompt is read once per layer and step for the complete batch (relay).
-    Unshared: every request has its own copy (copy). Both batches need one forward pass per step.
+    Unshared: every request reads a separate copy (copy). Both need one forward pass per step.
 
     Args:
         engine: See ``measure_ttft``. The model must support relay.
-        batch_sizes: Numbers of requests per batch.
-        system_tokens: Lengths of the shared block.
-        context_tokens: Tokens of each request's own block.
-        question_tokens: Tokens of each request's final block.
-        new_tokens: Tokens generated for each request, at least 2.
+        batch_sizes: Batch sizes to measure.
+        system_tokens: Lengths of the shared block in tokens.
+        context_tokens: Number of tokens in each request's own block.
+        question_tokens: Number of tokens in each request's final block.
+        new_tokens: Number of tokens to generate per request, at least 2.
         repeats: See ``measure_ttft``.
 
     Returns:
-        One row for each length of the system prompt and batch size: ``system_tokens``, ``batch``;
+        One row for each system prompt length and batch size: ``system_tokens``, ``batch``;
         ``shared_tokens_per_s`` and ``unshared_tokens_per_s`` from request to last token, each with
-        minimum and maximum, and their quotient ``gain``; ``decode_gain``, the same quotient for the
-        steps after the first token; and ``bytes_ratio``, an upper bound of the gain: the bytes of
-        keys and values that attention reads unshared over shared, b (s + c) / (s + b c). These are
-        the leading terms of RelayAttention's equation 10.
+        minimum and maximum, and their ratio ``gain``; ``decode_gain``, the same ratio for the steps
+        after the first token; and ``bytes_ratio``, an upper bound of the gain: the ratio of the
+        bytes of keys and values that attention reads, unshared to shared, b (s + c) / (s + b c).
+        These are the leading terms of RelayAttention's equation 10.
     """
     check_sizes(context_tokens=context_tokens, question_tokens=question_tokens)
     check_sizes(batch=min(batch_sizes, default=0))
@@ -336,9 +335,9 @@ def _tokens_per_s(
     new_tokens: int,
     decode: list[float],
 ) -> float:
-    """Tokens per second from request to last token.
+    """Return the tokens per second from the request to the last token.
 
-    Appends the seconds after the first token to ``decode``.
+    The seconds after the first token are appended to ``decode``.
     """
     answers = engine.generate_batch(
         prompts, batch_size=len(prompts), max_new_tokens=new_tokens, **PATHS[path]
@@ -353,7 +352,7 @@ def _tokens_per_s(
 def sharing_prompts(
     engine: BlockAttentionEngine, count: int, system: int, context: int, question: int
 ) -> list[BlockPrompt]:
-    """``count`` prompts, each with the shared block and an own block of these numbers of tokens."""
+    """Return ``count`` prompts, each with the shared block and a separate block."""
     vocabulary = engine.model.config.vocab_size
     shared = random_prompt(system, system, 1, vocabulary, seed=-1).context
     own = [random_prompt(context, context, question, vocabulary, seed) for seed in range(count)]
@@ -367,16 +366,16 @@ def measure_ingest(
     total_tokens: int = 8192,
     repeats: int = 3,
 ) -> list[dict[str, Any]]:
-    """Measure tokens per second of encoding without a store, and of a plain forward pass.
+    """Measure the throughput of encoding without a store, and of a plain forward pass.
 
     The plain forward pass is an upper bound: it computes the same number of tokens in rows of the
-    mean block length without padding, and fills a KV cache, as encoding does.
+    mean block length without padding, and fills a KV cache, too.
 
     Args:
         model: The model.
-        block_tokens: Mean block lengths in tokens. Each gives one row, whose blocks have 0.5 to 1.5
-            times as many tokens.
-        total_tokens: Approximate number of tokens in one run.
+        block_tokens: Mean block lengths in tokens, one row for each. The blocks of a row have 0.5
+            to 1.5 times as many tokens.
+        total_tokens: Approximate number of tokens per run.
         repeats: See ``measure_ttft``.
 
     Returns:
@@ -407,7 +406,7 @@ def measure_recompute(
     question_tokens: int = 50,
     repeats: int = 3,
 ) -> list[dict[str, Any]]:
-    """Measure the time to first token with recomputation, and in full mode, in turns.
+    """Measure the time to first token with recomputation and in full mode, alternating.
 
     Args:
         engine: See ``measure_ttft``. The model must support relay.
@@ -416,8 +415,8 @@ def measure_recompute(
         block_tokens, question_tokens, repeats: See ``measure_ttft``.
 
     Returns:
-        One row for each length: ``length``, ``full_s``, and ``over_full`` with the quotient of the
-        times by share.
+        One row for each length: ``length``, ``full_s``, and ``over_full`` with the ratio to full
+        mode for each share.
     """
     check_sizes(question_tokens=question_tokens, length=min(lengths, default=0))
     rows = []
@@ -425,7 +424,7 @@ def measure_recompute(
         prompt = random_prompt(
             length, block_tokens, question_tokens, engine.model.config.vocab_size
         )
-        engine.generate(prompt, max_new_tokens=1)  # This stores the blocks.
+        engine.generate(prompt, max_new_tokens=1)  # Store the blocks.
 
         def ttft_s(prompt: BlockPrompt = prompt, **options: Any) -> float:
             answer = engine.generate(prompt, max_new_tokens=1, do_sample=False, **options)
@@ -447,17 +446,17 @@ def measure_windows(
     question_tokens: int = 50,
     repeats: int = 3,
 ) -> list[dict[str, Any]]:
-    """Measure the time to first token with and without sliding windows, in turns.
+    """Measure the time to first token with and without sliding windows, alternating.
 
     Args:
         engine: See ``measure_ttft``. The model must support relay.
-        windowed: Engine of a model of the same shape, with sliding windows.
+        windowed: Engine for a model of the same shape with sliding windows.
         lengths, block_tokens, question_tokens, repeats: See ``measure_ttft``.
 
     Returns:
-        One row for each length: ``length``; ``<model>_<path>_s`` of the models ``plain`` and
+        One row for each length: ``length``; ``<model>_<path>_s`` for the models ``plain`` and
         ``windowed`` on the paths full and relay (median, seconds), with minimum and maximum;
-        ``<model>_full_over_relay``; and ``windowed_over_plain``, the quotient of these.
+        ``<model>_full_over_relay``; and ``windowed_over_plain``, the ratio of these.
     """
     engines = {"plain": engine, "windowed": windowed}
     rows = []
@@ -486,13 +485,14 @@ def measure_passages(
     question_tokens: int = 50,
     repeats: int = 3,
 ) -> list[dict[str, Any]]:
-    """Measure the time to first token by the number of passages, in turns.
+    """Measure the time to first token for different numbers of passages, alternating.
 
     Args:
         engine: See ``measure_ttft``.
-        lengths: Tokens of all passages together, at least one for each.
-        passages: Numbers of passages of equal length.
-        head_tokens: Tokens of a block before the passages, whose states a hybrid model starts from.
+        lengths: Total number of tokens in all passages, at least one per passage.
+        passages: Numbers of passages, which have equal length.
+        head_tokens: Number of tokens in the block before the passages. A hybrid model starts from
+            the states after this block.
         question_tokens, repeats: See ``measure_ttft``.
 
     Returns:
@@ -564,13 +564,13 @@ def _plain_rate(model: BlockModel, rows: Tensor) -> float:
 
 
 def _wait_for(device: torch.device) -> None:
-    """Wait until the accelerator has finished."""
+    """Wait until the accelerator has finished all pending work."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
 
 def columns(measured: Measured, rows: Sequence[Row]) -> dict[str, list[str]]:
-    """Format the table of a result: lists of cells by column name. Times are medians."""
+    """Format a result as a table: lists of cells by column name. Times are medians."""
     if measured in ("shared", "ingest"):
         found = {
             head: [format(row[name], form) for row in rows]
@@ -644,16 +644,16 @@ _RATES = {
         "encoding/plain": ("encode_over_plain", ".2f"),
     },
 }
-"""Columns of the tables of rates: field of a row, and its format."""
+"""Columns of the throughput tables: field of a row, and its format."""
 
 
 def main(
     measured: Annotated[Measured, typer.Argument(help="What to measure.")],
     lengths: Annotated[
-        str, typer.Option(help="Tokens of the context, system prompt or block, comma-separated.")
+        str, typer.Option(help="Tokens per context, system prompt or block, comma-separated.")
     ],
     model: Annotated[
-        str, typer.Option(help="Llama shape with random weights, or a model name or folder.")
+        str, typer.Option(help="Shape of a Llama with random weights, or a model name or folder.")
     ] = "135m",
     block_tokens: Annotated[
         str | None, typer.Option(help="Tokens per block; `decode` accepts several.")
@@ -661,13 +661,13 @@ def main(
     batch_sizes: Annotated[
         str, typer.Option(help="Requests per batch, for `batch` and `shared`.")
     ] = "1,8,32",
-    repeats: Annotated[int, typer.Option(help="Timed runs; medians are reported.")] = 3,
-    dtype: Annotated[str, typer.Option(help="Type of the weights.")] = "float32",
-    layers: Annotated[int | None, typer.Option(help="Keep only the first layers.")] = None,
-    kind: Annotated[Kind, typer.Option(help="Kind of attention of a shape.")] = "plain",
+    repeats: Annotated[int, typer.Option(help="Number of timed runs; medians are reported.")] = 3,
+    dtype: Annotated[str, typer.Option(help="Data type of the weights.")] = "float32",
+    layers: Annotated[int | None, typer.Option(help="Number of layers to keep.")] = None,
+    kind: Annotated[Kind, typer.Option(help="Attention type of a shape.")] = "plain",
 ) -> None:
-    """Measure one time, rate or size, and print the result as JSON."""
-    # The warning about missing block fine-tuning does not matter for random weights.
+    """Run a measurement, and print the result as JSON."""
+    # The warning about missing block fine-tuning is irrelevant for random weights.
     logging.getLogger("blockattn_rag").setLevel(logging.ERROR)
     sizes, batches = _numbers(lengths), _numbers(batch_sizes)
     made = partial(random_llama, model, max_tokens=max(sizes) + 256, dtype=dtype)
@@ -701,7 +701,7 @@ def main(
 
 
 def _engine(hf_model: Any, layers: int | None) -> BlockAttentionEngine:
-    """An engine for the first layers of a model."""
+    """Return an engine for a model that is truncated to its first layers."""
     if layers is not None:
         hf_model.model.layers = hf_model.model.layers[:layers]
         hf_model.config.num_hidden_layers = layers
@@ -713,7 +713,7 @@ def _engine(hf_model: Any, layers: int | None) -> BlockAttentionEngine:
         recipe=Recipe(promote=1) if is_hybrid else Recipe(),
         tokenizer=counting_tokenizer(hf_model.config.vocab_size),
         store=MemoryStore(1 << 40),
-        resident_bytes=0,  # A repeated question is computed again.
+        resident_bytes=0,  # so that a repeated question is recomputed
     )
 
 

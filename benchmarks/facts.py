@@ -1,8 +1,8 @@
-"""Factual questions over short articles of general knowledge: a test set for block mode.
+"""Factual questions about short general-knowledge articles: a test set for block mode.
 
-The data and its rules are in ``blockattn_rag/app/demo/data/facts``. Each question is asked over six
-passages, most of them about the same kind of subject, so an answer from the wrong passage is
-wrong::
+The data and its rules are in ``blockattn_rag/app/demo/data/facts``. Each question comes with six
+passages. Most of them are about similar subjects, so an answer from the wrong passage is
+incorrect::
 
     from blockattn_rag.app.demo.facts import is_right, load
 
@@ -11,7 +11,7 @@ wrong::
         ...
         is_right(answer, question.answers)
 
-As a data set of ``blockattn-rag eval``::
+As a data set for ``blockattn-rag eval``::
 
     python benchmarks/facts.py > facts.jsonl
     blockattn-rag eval --model smollm2 --data facts.jsonl --recipes none,head:4,auto
@@ -26,10 +26,10 @@ from typing import Any
 from blockattn_rag.app.demo.facts import FactQuestion, load
 
 SAME_CLUSTER = 3
-"""Distractors from the cluster of the right article."""
+"""Number of distractors from the cluster of the gold article."""
 
 OTHER_CLUSTERS = 2
-"""Distractors from all other clusters."""
+"""Number of distractors from all other clusters."""
 
 
 def passages_for(question: FactQuestion, seed: int) -> list[tuple[str, str]]:
@@ -40,8 +40,8 @@ def passages_for(question: FactQuestion, seed: int) -> list[tuple[str, str]]:
         seed: Random seed. The same question and seed give the same passages in every process.
 
     Returns:
-        Title and text of the right article, of three others of its cluster and of two articles
-        of other clusters, in random order.
+        Titles and texts of the gold article, of three others from its cluster and of two articles
+        from other clusters, in random order.
     """
     articles = load().articles
     right = articles[question.article]
@@ -55,7 +55,7 @@ def passages_for(question: FactQuestion, seed: int) -> list[tuple[str, str]]:
 
 
 def eval_records(seed: int = 0) -> list[dict[str, Any]]:
-    """The questions with their drawn passages, as ``blockattn-rag eval --data`` reads them."""
+    """Return the questions with their passages, in the format of ``blockattn-rag eval --data``."""
     return [
         {
             "id": one.id,

@@ -1,11 +1,11 @@
-"""Check that large grammars either constrain every answer or are refused.
+"""Check that large grammars either constrain every answer or are rejected.
 
     python benchmarks/grammar_campaign.py --grammars 200 --seconds 300
 
-The bundled model answers with small and large random grammars of four kinds (choice, anyOf,
-required tools, optional properties), in block and full mode, alone, as a stream and in batches. The
-script counts matching answers, truncated but matching objects, refusals with their reasons, and
-wrong answers. The exit status is 1 if an answer is wrong.
+The bundled model answers with small and large random grammars of four types (choice, anyOf,
+required tools, optional properties), in block and full mode, as single requests, streams and
+batches. The script counts valid answers, truncated but valid objects, rejections with their
+reasons, and wrong answers. The exit status is 1 if an answer is wrong.
 """
 
 from __future__ import annotations
@@ -38,29 +38,29 @@ SIZES = {
     "optional": [2, 40, 400, 990, 1_800, 2_500, 20_000],
 }
 MAX_NEW_TOKENS = 64
-Judge = Callable[[str], bool]  # Function that returns whether an answer matches.
+Judge = Callable[[str], bool]  # Function that returns whether an answer is valid.
 
 
 def word(draw: random.Random) -> str:
-    """A random name."""
+    """Return a random name."""
     return "".join(draw.choices("abcdefghijklmnopqrstuvwxyz", k=draw.randint(3, 9)))
 
 
 def choice(draw: random.Random, size: int) -> tuple[dict[str, Any], Judge]:
-    """A choice of texts, some with the same beginning."""
+    """Return a choice of strings, some of which share a prefix, and its validator."""
     start = draw.choice(["", "Street ", "The lake of "])
     texts = [f"{start}{word(draw)} {number}" for number in range(size)]
     return {"choice": texts}, set(texts).__contains__
 
 
 def record(draw: random.Random, number: int) -> dict[str, Any]:
-    """The schema of one case, by its number."""
+    """Return the schema of an ``anyOf`` case."""
     properties = {"kind": {"const": f"{word(draw)}{number}"}, "n": {"enum": [1, 2, 3]}}
     return {"type": "object", "properties": properties, "required": ["kind", "n"]}
 
 
 def by_schema(schema: dict[str, Any]) -> tuple[dict[str, Any], Judge]:
-    """A schema and its validator."""
+    """Return the options for a JSON schema, and its validator."""
     validator = Draft202012Validator(schema)
 
     def fits(text: str) -> bool:
@@ -73,19 +73,19 @@ def by_schema(schema: dict[str, Any]) -> tuple[dict[str, Any], Judge]:
 
 
 def any_of(draw: random.Random, size: int) -> tuple[dict[str, Any], Judge]:
-    """A union of objects."""
+    """Return a union of objects, and its validator."""
     return by_schema({"anyOf": [record(draw, number) for number in range(size)]})
 
 
 def optional(draw: random.Random, size: int) -> tuple[dict[str, Any], Judge]:
-    """An object with optional properties only."""
+    """Return an object that has only optional properties, and its validator."""
     names = [f"{word(draw)}{number}" for number in range(size)]
     properties = {name: {"enum": [number]} for number, name in enumerate(names)}
     return by_schema({"type": "object", "properties": properties, "additionalProperties": False})
 
 
 def tools(draw: random.Random, size: int) -> tuple[dict[str, Any], Judge]:
-    """A call of one of several tools."""
+    """Return a required call of one of several tools, and its validator."""
     names = [f"{word(draw)}_{number}" for number in range(size)]
     tools = [{"type": "function", "function": {"name": name}} for name in names]
     form = FORMATS[draw.choice(["hermes", "llama3"])]
@@ -102,7 +102,7 @@ KINDS = {"choice": choice, "anyOf": any_of, "tools": tools, "optional": optional
 
 
 def answers(engine: BlockAttentionEngine, mode: str, options: Any) -> Iterator[Generation]:
-    """Answers of one call, one stream and one batch."""
+    """Yield the answers of a single request, a stream and a batch."""
     yield engine.generate(PROMPTS[0], mode=mode, **options)
     *_, last = engine.stream(PROMPTS[1], mode=mode, **options)
     assert last.generation is not None

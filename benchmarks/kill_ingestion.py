@@ -1,11 +1,11 @@
-"""Kill an ingestion at random moments, and check that the store stays intact.
+"""Kill an ingestion at random times, and check that the store remains intact.
 
     python benchmarks/kill_ingestion.py --kills 20
 
 Each round starts ``blockattn-rag ingest`` on the same folder of texts, sends SIGKILL after a random
-delay, and verifies the store. A round whose ingestion ends before the signal does not count; the
-next round then starts with an empty store. Finally, one ingestion runs to its end, and another must
-compute nothing. The exit status is 1 if an entry is damaged or lost.
+delay, and verifies the store. If the ingestion finishes before the signal, the round does not
+count, and the next round starts with an empty store. Finally, one ingestion runs to completion, and
+another must compute nothing. The exit status is 1 if an entry is damaged or lost.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def run(*arguments: str) -> dict[str, Any]:
 
 
 def write_texts(folder: Path, count: int) -> None:
-    """Files of bundled passages under new headings, so that every passage differs."""
+    """Write bundled passages to files, with numbered headings that make every passage unique."""
     passages = bundled_corpus()
     for number in range(count):
         passage = passages[number % len(passages)]
@@ -43,7 +43,7 @@ def write_texts(folder: Path, count: int) -> None:
 
 
 def kill_once(texts: Path, db: Path, delay_s: float) -> bool:
-    """Start an ingestion and kill it. Returns whether it was still running."""
+    """Start an ingestion and kill it. Return whether it was still running."""
     process = subprocess.Popen(
         [*COMMAND, "ingest", str(texts), "--model", "bundled", "--db", str(db), "--json"],
         stdout=subprocess.DEVNULL,
@@ -73,7 +73,7 @@ def main() -> int:
         killed, damaged, entries = 0, 0, []
         while killed < options.kills:
             if not kill_once(texts, db, rng.uniform(0.2, 1.0) * whole_s):
-                shutil.rmtree(db)  # A complete store would leave nothing to write.
+                shutil.rmtree(db)  # With a complete store, nothing would be written.
                 continue
             killed += 1
             if (db / "kv").exists():

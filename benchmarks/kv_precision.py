@@ -1,15 +1,16 @@
-"""Measure fidelity, bytes and time of quantized keys and values.
+"""Measure the fidelity, size and latency of quantized keys and values.
 
     python benchmarks/kv_precision.py --data nq_rag.jsonl.gz --output kv.jsonl --recipe head:4
 
-Full mode answers each question greedily. Block mode then predicts that answer over the same
-passages, with keys and values in the model's own type, in int8, or rounded to 4 bits. The 4-bit
-rounding is an experiment: as in KIVI (arXiv 2402.02750), it is asymmetric, in groups of tokens of
-one channel (keys) and of channels of one token (values). For each type, the script prints the
-divergence from full mode, the part of it that rounding adds, the divergence from block mode in the
-model's own type, the share of tokens on which full mode agrees, and bytes per token. It also prints
-the median time to first token from memory and from disk without page cache, measured in turns. A
-stopped run resumes from --output, but times are always measured again.
+Full mode answers each question greedily. Block mode then predicts this answer with the same
+passages, with keys and values in the model's data type, in int8, or in 4 bits. The 4-bit
+quantization is an experiment: as in KIVI (arXiv 2402.02750), it is asymmetric, in groups of tokens
+per channel (keys) and of channels per token (values). For each type, the script prints the
+divergence from full mode, the increase caused by quantization, the divergence from block mode in
+the model's data type, the share of tokens on which full mode agrees, and the bytes per token. It
+also prints the median time to first token from memory and from disk without page cache,
+alternating between types. An interrupted run resumes from --output, but times are always measured
+again.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ KINDS: tuple[KVDtype, ...] = ("model", "int8")
 
 
 def rounded(states: Tensor, dim: int, group: int, bits: int = 4) -> Tensor:
-    """States rounded to ``bits``, with an offset and a step in float16 for each group."""
+    """Quantize and dequantize states, with a float16 offset and step for each group."""
     found = []
     for part in torch.split(states.float(), group, dim):
         least = part.amin(dim, keepdim=True).half().float()
@@ -58,7 +59,7 @@ def rounded(states: Tensor, dim: int, group: int, bits: int = 4) -> Tensor:
 
 
 class RoundingStore(MemoryStore):
-    """Store that rounds blocks to 4 bits."""
+    """Store that quantizes blocks to 4 bits."""
 
     def __init__(self, group: int) -> None:
         super().__init__(STORE_BYTES)
@@ -70,12 +71,12 @@ class RoundingStore(MemoryStore):
         super().put(key, replace(kv, keys=keys, values=values))
 
     def bytes_of(self, states: int) -> float:
-        """Bytes of the stored numbers: half a byte for each number, and 4 bytes for each group."""
+        """Return the size of stored states: half a byte per number, and 4 bytes per group."""
         return states * (0.5 + 4 / self.group)
 
 
 def engines_of(model: BlockModel, recipe: str) -> dict[str, BlockAttentionEngine]:
-    """An engine for each row of the table, by the row's name."""
+    """Return an engine for each row of the table, by the row's name."""
     rows: dict[str, BlockAttentionEngine] = {}
     for kind in KINDS:
         store = MemoryStore(STORE_BYTES)
@@ -91,8 +92,8 @@ def engines_of(model: BlockModel, recipe: str) -> dict[str, BlockAttentionEngine
 
 
 def prepare(engines: Mapping[str, BlockAttentionEngine], prompt: BlockPrompt) -> None:
-    """Encode a prompt's blocks once, and store them in each engine's empty store, in the engine's
-    type."""
+    """Encode a prompt's blocks once, and store them in each engine's empty store, in the type of
+    that engine."""
     plain = engines["model"]
     for engine in engines.values():
         for key in list(engine.store.keys()):
@@ -110,7 +111,7 @@ def compare(
     sample: EvaluationSample,
     max_new_tokens: int,
 ) -> dict[str, Any]:
-    """Compare the types of blocks on one question."""
+    """Measure the divergence of all types on one question."""
     engine = engines["model"]
     prompt = make_prompt(engine, CHAT, sample)
     answer, expected = full_answer(engine, prompt, max_new_tokens)
@@ -127,7 +128,7 @@ def compare(
 
 
 def bytes_per_token(engine: BlockAttentionEngine) -> float:
-    """Bytes per token of the blocks in an engine's store."""
+    """Return the bytes per token of the blocks in an engine's store."""
     store = engine.store
     blocks = [kv for key in list(store.keys()) if (kv := store.get(key)) is not None]
     tokens = sum(kv.num_tokens for kv in blocks)
@@ -138,7 +139,7 @@ def bytes_per_token(engine: BlockAttentionEngine) -> float:
 
 
 def forget(folder: Path) -> None:
-    """Drop a folder's files from the page cache, so that they are read from the disk."""
+    """Drop a folder's files from the page cache, so that they are read from disk."""
     for path in folder.rglob("*"):
         if path.is_file():
             with path.open("rb") as file:
@@ -149,7 +150,7 @@ def forget(folder: Path) -> None:
 def times(
     model: BlockModel, samples: Sequence[EvaluationSample], recipe: str, repeats: int, folder: Path
 ) -> dict[str, float]:
-    """Median seconds to the first token, by type and place of blocks."""
+    """Return the median time to first token in seconds, by type and location of the blocks."""
     how: dict[str, Any] = {"recipe": recipe, "on_miss": "error", "resident_bytes": 0}
     cases: dict[str, tuple[BlockAttentionEngine, Callable[[], None]]] = {}
     for kind in KINDS:
@@ -163,7 +164,7 @@ def times(
         prompt = make_prompt(held, CHAT, sample)
         for engine, _ in cases.values():
             engine.precompute(prompt.context, as_prompt=True)
-        for _ in range(1 + repeats):  # The first time is a warm-up.
+        for _ in range(1 + repeats):  # The first run is a warm-up.
             for name, (engine, before) in cases.items():
                 before()
                 stats = engine.generate(prompt, max_new_tokens=1).stats
@@ -211,7 +212,7 @@ def main(
             done[sample.id] = compare(engines, sample, max_new_tokens)
             with output.open("a") as file:
                 file.write(json.dumps(done[sample.id]) + "\n")
-    # If all questions were compared before, the stores are empty.
+    # If a previous run compared all questions, the stores are empty.
     prepare(engines, make_prompt(engines["model"], CHAT, samples[0]))
     print(f"{model}, {dtype}, {recipe}, {len(samples)} questions, {num_passages} passages")
     shown([done[s.id] for s in samples], {n: bytes_per_token(e) for n, e in engines.items()})

@@ -1,4 +1,4 @@
-"""LangChain's integration tests of chat models, run with a real model that can call tools.
+"""LangChain's integration tests for chat models, with a real model that can call tools.
 
 Run: MODEL=path/to/model.gguf python -m pytest -p no:cacheprovider benchmarks/langchain_suite.py
 """

@@ -1,18 +1,19 @@
-"""Compare llama.cpp with this package on the same GGUF file and the same prompts. Needs Linux.
+"""Compare llama.cpp with this package on the same GGUF file and prompts. Requires Linux.
 
     python -m venv llama && llama/bin/pip install --no-binary llama-cpp-python llama-cpp-python
     python benchmarks/llama_cpp_beside.py qwen --llama-python llama/bin/python --threads 1
 
-Prompts are questions over six of 40 articles, as token ids, so both engines compute exactly the
-same tokens. Each question is answered greedily in five ways, one after the other:
+Each prompt has a question and six of 40 articles. Prompts are passed as token ids, so both engines
+compute exactly the same tokens. Each question is answered greedily in five configurations, one
+after another:
 
 - ``llama.cpp``: full prefill.
 - ``llama.cpp, prompt cache``: the common prefix with the previous prompt is reused.
 - ``full``: this package in full mode.
 - ``recompute``, ``fast``: block mode with these recipes, and passages encoded in advance.
 
-Each engine runs in a separate process, so that memory can be compared. llama.cpp's answers have the
-length of this package's answer in full mode. The first question is a warm-up and is not counted.
+Each engine runs in a separate process, so that memory can be compared. llama.cpp's answers are as
+long as this package's answer in full mode. The first question is a warm-up and not counted.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 class Worker:
-    """A process that answers prompts, one line of JSON each."""
+    """Process that answers requests, one JSON object per line."""
 
     def __init__(self, command: Sequence[str]) -> None:
         self._process = subprocess.Popen(
@@ -46,7 +47,7 @@ class Worker:
         self.about = self._read()
 
     def ask(self, **request: Any) -> dict[str, Any]:
-        """Send a request, and wait for the reply."""
+        """Send a request, and return the reply."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
@@ -56,7 +57,7 @@ class Worker:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise SystemExit(f"A worker ended with status {self._process.wait()}")
+            raise SystemExit(f"A worker exited with status {self._process.wait()}")
         self.last: dict[str, Any] = json.loads(line)
         return self.last
 
@@ -64,14 +65,14 @@ class Worker:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """End the process."""
+        """Terminate the process."""
         self._process.communicate()
 
 
 def serve(model: str, threads: int, dtype: str) -> None:
-    """Answer the requests of the standard input with this package.
+    """Answer requests from standard input with this package.
 
-    A request has the index of a question and a row.
+    A request contains the index of a question and a row of the table.
     """
     import sets
     import torch
@@ -108,11 +109,11 @@ def serve(model: str, threads: int, dtype: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Answer to one question in one way.
+    """Answer to a question in one configuration.
 
     Args:
         next_s: Seconds per token after the first.
-        equal: Whether the tokens equal this package's answer in full mode.
+        equal: Whether the tokens are the same as in this package's answer in full mode.
     """
 
     row: str
@@ -125,14 +126,14 @@ class Answer:
 
 
 def measure(ours: Worker, llama: Worker, questions: int) -> Iterator[Answer]:
-    """Answer questions in every way, after a warm-up question."""
+    """Answer questions in every configuration, after a warm-up question."""
     for question in range(questions + 1):
         replies = {"full": ours.ask(question=question, row="full")}
         tokens = replies["full"]["tokens"]
         size = len(replies["full"]["answer"])
         for row in RECIPES:
             replies[row] = ours.ask(question=question, row=row)
-        # The cached way runs first, because the other way leaves its own prompt in the cache.
+        # Run with the prompt cache first, because the full prefill replaces the cached prompt.
         for row, cached in ((CACHED, True), (LLAMA, False)):
             replies[row] = llama.ask(tokens=tokens, new_tokens=size, cached=cached)
         if question:
@@ -145,7 +146,7 @@ def measure(ours: Worker, llama: Worker, questions: int) -> Iterator[Answer]:
 
 
 def table(answers: Sequence[Answer], sizes: dict[str, dict[str, int]]) -> str:
-    """Medians by row, and the memory of both processes, as Markdown."""
+    """Return the medians of each row, and the memory of both processes, as Markdown."""
     names = ("", "first token", "next tokens", "equal to full mode")
     lines = [f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
     for row in ROWS:
@@ -167,18 +168,18 @@ def table(answers: Sequence[Answer], sizes: dict[str, dict[str, int]]) -> str:
 def main(
     model: Annotated[str, typer.Argument(help="qwen, gemma, smollm2, or a GGUF file.")],
     llama_python: Annotated[Path | None, typer.Option(help="Python with llama-cpp-python.")] = None,
-    threads: Annotated[int, typer.Option(help="Threads of each engine.")] = 1,
-    questions: Annotated[int, typer.Option(help="Questions to count.")] = 8,
-    dtype: Annotated[str, typer.Option(help="Type of this package's weights.")] = "float32",
+    threads: Annotated[int, typer.Option(help="Number of threads per engine.")] = 1,
+    questions: Annotated[int, typer.Option(help="Questions, without the warm-up.")] = 8,
+    dtype: Annotated[str, typer.Option(help="Data type of our weights.")] = "float32",
     worker: Annotated[bool, typer.Option("--worker", hidden=True)] = False,
 ) -> None:
-    """Compare both engines, and write the figures to the results."""
+    """Compare both engines, and write the results."""
     if worker:
         serve(model, threads, dtype)
         return
     if llama_python is None:
         raise typer.BadParameter(
-            "Missing --llama-python: pass the Python that has llama-cpp-python"
+            "Missing --llama-python: pass a Python interpreter with llama-cpp-python"
         )
     from models import model_path
 

@@ -1,8 +1,8 @@
-"""Process of ``llama_cpp_beside.py`` that runs llama.cpp. Needs only ``llama-cpp-python``.
+"""Worker process of ``llama_cpp_beside.py`` that runs llama.cpp. Needs only ``llama-cpp-python``.
 
     python llama_worker.py MODEL.gguf --threads 1
 
-Each line of the input is ``{"tokens": [...], "new_tokens": 32, "cached": false}``. The reply is
+Each input line is ``{"tokens": [...], "new_tokens": 32, "cached": false}``. The reply is
 ``{"ttft_s", "total_s", "answer", "memory_bytes", "peak_bytes"}``. ``cached``: whether to reuse the
 common prefix with the previous prompt (llama.cpp's prompt cache).
 """
@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def memory() -> dict[str, int]:
-    """Resident memory of this process and its peak, in bytes, including mapped model files."""
+    """Return the current and peak resident memory in bytes, including memory-mapped model files."""
     lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     sizes = {name: int(value.split()[0]) << 10 for name, _, value in map(_field, lines)
              if name in ("VmRSS", "VmHWM")}  # fmt: skip

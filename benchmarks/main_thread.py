@@ -1,10 +1,10 @@
-"""Measure a forward pass while one or two threads have OpenMP workers.
+"""Measure the time of a forward pass while one or two threads have OpenMP workers.
 
     OMP_NUM_THREADS=2 python benchmarks/main_thread.py
 
-The result explains why ``Scheduler.submit_and_wait`` runs an idle model in the main thread. If the
-workers of all threads outnumber the cores, GNU's OpenMP workers do not spin between operations,
-which slows down every forward pass. Set OMP_NUM_THREADS to the number of cores.
+The result explains why ``Scheduler.submit_and_wait`` runs an idle model in the main thread. If
+there are more workers than cores, GNU OpenMP workers do not spin between operations, which slows
+down every forward pass. Set OMP_NUM_THREADS to the number of cores.
 """
 
 from __future__ import annotations

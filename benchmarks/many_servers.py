@@ -1,21 +1,21 @@
-"""Ingest on two servers, kill a worker and a server, and count lost and repeated passages.
+"""Ingest on two servers, kill a worker and a server, and count lost and duplicate passages.
 
     python benchmarks/many_servers.py > benchmarks/results/many-servers.json
     python benchmarks/many_servers.py --ray > benchmarks/results/many-servers-ray.json
     python benchmarks/many_servers.py --ray --vllm .venv-vllm/bin/python \
         > benchmarks/results/many-servers-vllm.json
 
-Two servers of the bundled model share a folder store, whose writes are counted. Each server is a
-process with the tests' stand-in, which parses requests with the server's own code and answers with
-this package's engine instead of vLLM. With --vllm, each is ``blockattn-rag serve`` in the
-environment of that interpreter. A worker process encodes short passages on both servers. With --ray
-(which needs ``ray[data]``), the two workers of ``examples/ingest_ray.py`` do this.
+Two servers with the bundled model share a folder store, whose writes are counted. By default, each
+server process runs the fake server of the tests, which parses requests with the real server's code
+and answers with this package's engine instead of vLLM. With --vllm, each is ``blockattn-rag serve``
+in the environment of that interpreter. A worker process encodes short passages on both servers.
+With --ray (which needs ``ray[data]``), the two workers of ``examples/ingest_ray.py`` do this.
 
-After a quarter of the passages, a worker is killed and started again. After half of them, a server
-is killed. After three quarters, the run is killed and resumed with a new second server. A last run
-repeats everything, and both servers answer the same questions. The exit status is 1 if a passage is
-lost or stored twice, if the last run sends a passage in the journal, or if a server misses a
-passage.
+After a quarter of the passages, a worker is killed and restarted. After half of them, a server is
+killed. After three quarters, the run is killed and resumed with a new second server. A final run
+repeats the complete ingestion, and both servers answer the same questions. The exit status is 1 if
+a passage is lost or stored twice, if the final run sends a passage that is in the journal, or if a
+passage is a miss on a server.
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ _MOVED_TO = 0x80
 """``IN_MOVED_TO`` of inotify."""
 _UNFINISHED = ("vllm:num_requests_running{", "vllm:num_requests_waiting{")
 _REQUESTS = f'blockattn_requests_total{{path="{ENCODE}"'
-"""Metrics of vLLM's server."""
+"""Metrics of the vLLM server."""
 
 
 class Writes:
     """Counts how often each entry of a folder store was written (Linux: inotify).
 
-    A thread reads the events: an entry gets its name when it is complete.
+    A thread reads the events. An entry is renamed to its final name when it is complete.
     """
 
     def __init__(self, store: Path) -> None:
@@ -74,7 +74,7 @@ class Writes:
             folder = store / "objects" / f"{number:02x}"
             folder.mkdir(parents=True)
             if libc.inotify_add_watch(self._events, os.fsencode(folder), _MOVED_TO) < 0:
-                raise OSError(ctypes.get_errno(), f"Cannot watch {folder}")
+                raise OSError(ctypes.get_errno(), f"Cannot watch {folder} with inotify")
         self.of: Counter[str] = Counter()
         threading.Thread(target=self._read, daemon=True).start()
 
@@ -90,7 +90,7 @@ class Writes:
 
 
 class CountingServer(FakeServer):
-    """Stand-in of a server that counts the requests that it has answered."""
+    """Fake server that counts the requests that it has answered."""
 
     answered = 0
 
@@ -102,7 +102,7 @@ class CountingServer(FakeServer):
 
 
 def serve(store: Path, pipe: Connection) -> None:
-    """Process of a server: sends its address, then the numbers of its requests when asked."""
+    """Run a server in this process. Sends its address, then its request count when asked."""
     sys.stderr = open(os.devnull, "w")  # noqa: SIM115 -- answers to killed clients fail
     model = BlockModel.from_pretrained("bundled", device="cpu")
     server = CountingServer(model, DirectoryStore(store))
@@ -122,9 +122,9 @@ class ServerProcess:
         self.url: str = self._pipe.recv()
 
     def requests(self) -> int:
-        """Number of encoding requests, when all are answered.
+        """Wait until all encoding requests are answered, and return their number.
 
-        vLLM's server cancels requests of a client that died. The stand-in completes them.
+        vLLM cancels the requests of a client that died. The fake server completes them.
         """
         while True:
             self._pipe.send(True)
@@ -139,7 +139,7 @@ class ServerProcess:
 
 
 def children(process: subprocess.Popen[Any]) -> list[psutil.Process]:
-    """All descendants of a process, or an empty list if it ended."""
+    """Return all descendants of a process, or an empty list if it has exited."""
     try:
         return psutil.Process(process.pid).children(recursive=True)
     except psutil.NoSuchProcess:
@@ -155,7 +155,7 @@ def kill_with_children(process: subprocess.Popen[Any]) -> None:
 
 
 class VllmServer:
-    """``blockattn-rag serve`` with vLLM, which writes a log beside its store.
+    """``blockattn-rag serve`` with vLLM. Its log is written next to the store.
 
     Args:
         python: Interpreter of an environment with vLLM.
@@ -186,7 +186,7 @@ class VllmServer:
         self._http = httpx.Client(base_url=self.url, timeout=60, trust_env=False)
 
     def requests(self) -> int:
-        """Number of encoding requests that were answered, when nothing is being computed."""
+        """Wait until the server is idle, and return the number of answered encoding requests."""
         while True:
             values = self._metrics()
             if not sum(value for name, value in values if name.startswith(_UNFINISHED)):
@@ -203,7 +203,7 @@ class VllmServer:
 
 
 def work(urls: Sequence[str], folder: Path, passages: Sequence[str]) -> None:
-    """Distribute the passages over the servers, with a journal. Runs in a worker's process."""
+    """Encode the passages on the servers, with a journal. Runs in a worker process."""
     ServerPool([ServerClient(url) for url in urls], folder / "journal").encode(passages)
 
 
@@ -222,7 +222,7 @@ class Run:
         return self._process.is_alive()
 
     def kill_worker(self, servers: Sequence[AnyServer]) -> None:
-        """Kill the worker, and start it again when the servers are idle."""
+        """Kill the worker, and restart it when the servers are idle."""
         self.kill()
         wait_until_idle(servers)
         self._process = self._start()
@@ -238,7 +238,7 @@ class Run:
 
 
 class RayRun:
-    """The example with Ray Data, and Ray's processes."""
+    """An ingestion with the Ray Data example, in Ray's processes."""
 
     def __init__(self, urls: Sequence[str], folder: Path, passages: Sequence[str]) -> None:
         source, handles = folder / "passages.jsonl", folder / "handles"
@@ -254,7 +254,7 @@ class RayRun:
         return self._process.poll() is None
 
     def kill_worker(self, servers: Sequence[AnyServer]) -> None:
-        """Kill a worker. Ray starts it again, which takes longer than the requests in flight."""
+        """Kill a worker. Ray restarts it, which takes longer than the requests in flight."""
         workers = [p for p in children(self._process) if "MapWorker" in " ".join(p.cmdline())]
         workers[0].kill()
 
@@ -266,7 +266,7 @@ class RayRun:
 
 
 def wait_for(writes: Writes, stored: int, run: Run | RayRun) -> int:
-    """Wait until ``stored`` entries are stored. Returns the number of entries."""
+    """Wait until at least ``stored`` entries are stored, and return the number of entries."""
     while len(writes.of) < stored:
         if not run.is_running():
             raise RuntimeError(f"The run ended before {stored} passages were stored")
@@ -280,7 +280,7 @@ def wait_until_idle(servers: Sequence[AnyServer]) -> None:
 
 
 def short_passages(count: int) -> list[str]:
-    """Distinct passages of one sentence."""
+    """Return distinct passages of one sentence each."""
     corpus = bundled_corpus()
     return [
         f"Note {number}. {corpus[number % len(corpus)].text.split('. ')[0]}."
@@ -289,7 +289,7 @@ def short_passages(count: int) -> list[str]:
 
 
 def records_of(journal: Path) -> Iterator[dict[str, Any]]:
-    """The journal's complete lines."""
+    """Yield the records of the journal, without incomplete lines."""
     for path in journal.glob("*.jsonl"):
         with path.open(encoding="utf-8") as lines:
             yield from (json.loads(line) for line in lines if line.endswith("}\n"))
@@ -300,7 +300,7 @@ def handles_of(journal: Path) -> set[str]:
 
 
 def reuse(url: str, passages: Sequence[str]) -> list[list[int]]:
-    """Hits and misses of each question."""
+    """Ask questions, and return the hits and misses of each."""
     client, counts = ServerClient(url), []
     for number in range(QUESTIONS):
         used = passages[number * PER_QUESTION :][:PER_QUESTION]
@@ -315,12 +315,12 @@ def campaign(
     kind: type[Run] | type[RayRun],
     new_server: Callable[[Path], AnyServer],
 ) -> dict[str, Any]:
-    """Ingest, kill, resume and ask. Returns the counts."""
+    """Ingest with the kills described above, and return the counts."""
     writes, journal, quarter = Writes(folder / "kv"), folder / "journal", len(passages) // 4
     servers = [new_server(folder / "kv") for _ in range(2)]
     wait_until_idle(servers)
     time.sleep(1)
-    writes.of.clear()  # what vLLM's servers stored while they checked their answers
+    writes.of.clear()  # Discard what vLLM servers stored while they checked their answers.
     stored_at: dict[str, int] = {}
 
     def start() -> Run | RayRun:
@@ -341,7 +341,7 @@ def campaign(
     statuses.append(start().wait())
     again = [server.requests() for server in servers]
     records, stored = [*records_of(journal)], Counter(writes.of)
-    reuse(servers[0].url, passages)  # This stores the system message, on its second use.
+    reuse(servers[0].url, passages)  # Store the system message, which happens on its second use.
     reused = [reuse(server.url, passages) for server in servers]
     return {
         "passages": len(passages),

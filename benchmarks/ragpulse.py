@@ -4,8 +4,8 @@
     python benchmarks/ragpulse.py RAGPulse ragpulse.jsonl
     python benchmarks/replay.py ragpulse.jsonl --model 8b --dtype bfloat16
 
-The folder has ``0_trace.jsonl`` with the requests, and the lengths of their segments in
-``1_sys_prompt.jsonl`` to ``5_web_search.jsonl``, gzipped or not. Requests are sorted by time.
+The folder contains the requests in ``0_trace.jsonl``, and the lengths of their segments in
+``1_sys_prompt.jsonl`` to ``5_web_search.jsonl``, optionally gzipped. Requests are sorted by time.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ KINDS = {
     "web_search": "web",
     "user_input": "question",
 }
-"""Our kinds by the names of a request's lists, in prompt order."""
+"""Segment kinds in our format, by the name of the list in a request, in prompt order."""
 LENGTHS = ("1_sys_prompt", "2_passages", "3_history", "4_user_input", "5_web_search")
 
 
 def records(folder: Path, name: str) -> Iterator[dict[str, Any]]:
-    """The records of a file, gzipped or not."""
+    """Yield the records of a file, which may be gzipped."""
     plain, zipped = (folder / f"{name}.jsonl{ending}" for ending in ("", ".gz"))
     for _, line in numbered_lines(plain if plain.is_file() else zipped):
         record = parse_line(line)
@@ -40,15 +40,15 @@ def records(folder: Path, name: str) -> Iterator[dict[str, Any]]:
 
 
 def converted(folder: Path) -> Iterator[dict[str, Any]]:
-    """The requests in the format of ``benchmarks/replay.py``, in the order of their time."""
+    """Yield the requests in the format of ``benchmarks/replay.py``, sorted by time."""
     lengths: dict[int, int] = {}
     for name in LENGTHS:
         for record in records(folder, name):
-            # {"passage_id": 0, "token_length": 84}: ids of all files are distinct.
+            # {"passage_id": 0, "token_length": 84}: ids are unique across all files.
             tokens = record.pop("token_length")
             (segment,) = record.values()
             if segment in lengths:
-                raise ValueError(f"{name}: the id {segment} was used before, expected distinct ids")
+                raise ValueError(f"{name}: the id {segment} is a duplicate, expected unique ids")
             lengths[segment] = tokens
     for request in sorted(records(folder, "0_trace"), key=lambda one: float(one["timestamp"])):
         parts = request["hash_ids"]
@@ -62,10 +62,10 @@ def converted(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def main(
-    folder: Annotated[Path, typer.Argument(help="Folder of RAGPulse.")],
+    folder: Annotated[Path, typer.Argument(help="Clone of the RAGPulse repository.")],
     output: Annotated[Path, typer.Argument(help="Log to write, .jsonl.")],
 ) -> None:
-    """Convert the trace RAGPulse to a log for ``replay.py``."""
+    """Convert the RAGPulse trace to a log for ``replay.py``."""
     with output.open("w", encoding="utf-8") as file:
         for request in converted(folder):
             file.write(json.dumps(request) + "\n")

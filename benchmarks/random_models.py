@@ -1,4 +1,4 @@
-"""Models with random weights, a tokenizer of numbered words, and random prompts."""
+"""Models with random weights, a tokenizer for numbered words, and random prompts."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from blockattn_rag.model.loading import default_device
 from blockattn_rag.prompts.blocks import Block, BlockPrompt
 
 Kind = Literal["plain", "latent", "hybrid"]
-"""Layers of a model: those of a Llama, layers with multi-head latent attention, or layers with a
-recurrent state and, as every fourth or last one, with attention."""
+"""Layer type of a model: as in Llama, multi-head latent attention, or a hybrid of layers with a
+recurrent state and, as every fourth and the last layer, attention."""
 
 
 def random_llama(
@@ -35,17 +35,17 @@ def random_llama(
     window: int | None = None,
     kind: Kind = "plain",
 ) -> PreTrainedModel:
-    """Create a model with random weights, which is as fast and as large as a trained model.
+    """Create a model with random weights. Its speed and size equal those of a trained model.
 
     Args:
-        shape: Key of ``SHAPES``.
+        shape: Name of the shape, a key of ``SHAPES``.
         max_tokens: Size of the context window.
-        device: Torch device. ``"auto"``: an accelerator if there is one.
-        dtype: Name of a torch floating type.
-        seed: Random seed of the weights.
-        window: Sliding window in tokens, for five of six layers, as in Gemma 3. None: no windows.
-        kind: Layers of the shape's sizes. ``"latent"``: as in MiniCPM3. ``"hybrid"``: as in
-            Qwen3.5. Windows require ``"plain"``.
+        device: Torch device. ``"auto"``: an accelerator if one is available.
+        dtype: Name of a torch floating-point type.
+        seed: Random seed for the weights.
+        window: Sliding window in tokens for five of six layers, as in Gemma 3. None: no windows.
+        kind: Layer type. ``"latent"``: as in MiniCPM3. ``"hybrid"``: as in Qwen3.5. Windows
+            require ``"plain"``.
     """
     if shape not in SHAPES:
         raise ValueError(f"Unknown shape {shape!r}: expected one of {', '.join(SHAPES)}.")
@@ -63,7 +63,7 @@ def random_llama(
         )
     if kind != "plain":
         config = _config(kind, shape, max_tokens)
-    # Without end and padding tokens, every answer has its full length and no padding.
+    # Without end and padding tokens, every answer reaches its maximum length without padding.
     config.bos_token_id = config.eos_token_id = config.pad_token_id = None
     with torch.random.fork_rng(), torch.device(default_device() if device == "auto" else device):
         torch.manual_seed(seed)
@@ -100,14 +100,14 @@ def counting_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
 
 
 def random_text(num_tokens: int, vocab_size: int, rng: random.Random) -> str:
-    """Random text of exactly ``num_tokens`` tokens of the counting tokenizer, without t0."""
+    """Return random text with exactly ``num_tokens`` tokens of the counting tokenizer, not t0."""
     return " ".join(f"t{rng.randrange(1, vocab_size)}" for _ in range(num_tokens))
 
 
 def random_prompt(
     context_tokens: int, block_tokens: int, question_tokens: int, vocab_size: int, seed: int = 0
 ) -> BlockPrompt:
-    """Random prompt with exactly these numbers of tokens. The last context block may be shorter."""
+    """Return a random prompt with these exact lengths. The last context block may be shorter."""
     rng = random.Random(f"{seed}/{context_tokens}/{block_tokens}")
     starts = range(0, context_tokens, block_tokens)
     sizes = [min(block_tokens, context_tokens - start) for start in starts]

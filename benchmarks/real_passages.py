@@ -1,11 +1,11 @@
-"""Ingest real passages twice with a 135M Llama shape, then answer questions about them.
+"""Ingest real passages twice with a model of the 135M Llama shape, then answer questions.
 
     python benchmarks/real_passages.py --corpus corpus.jsonl.gz --questions nq_rag.jsonl.gz
 
 Each line of the corpus is ``{"title", "text"}``; the questions have the format of ``eval --data``.
-The weights are random, which changes answers but not speed or bytes. The script prints one JSON
-object: tokens per second and bytes of the first ingestion, the tokens that the second ingestion
-computed, and the median time to first token in block and full mode, measured in turns.
+The weights are random, which affects answers but not speed or size. The script prints a JSON object
+with the throughput and size of the first ingestion, the number of tokens computed in the second,
+and the median time to first token in block and full mode, alternating between the modes.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from blockattn_rag.prompts.formats import CHAT
 
 
 def read_passages(path: Path, limit: int | None = None) -> list[Passage]:
-    """The passages of a corpus."""
+    """Return the passages of a corpus."""
     with gzip.open(path, "rt", encoding="utf-8") as lines:
         records = [json.loads(line) for line in lines][:limit]
     return [Passage(r["title"], r["text"]) for r in records]
 
 
 def read_corpus(path: Path, limit: int | None) -> list[Block]:
-    """The passages of a corpus as blocks of a prompt in the chat format."""
+    """Return the passages of a corpus as blocks in the chat format."""
     passages = read_passages(path, limit)
     return [Block(CHAT.canonical_text(one), CHAT.template) for one in passages]
 
@@ -45,8 +45,8 @@ def read_corpus(path: Path, limit: int | None) -> list[Block]:
 def ask(engine: BlockAttentionEngine, sample: EvaluationSample, mode: Any) -> Any:
     passages = [Passage(p.title, p.text) for p in sample.passages]
     prompt = CHAT.prompt(sample.question, passages, engine.model.tokenizer.tokenizer)
-    # An option of transformers' `generate` turns off the reuse of tails (`engine.tails`), so that
-    # the timed question is computed although the warm-up asked it before.
+    # An option of transformers' `generate` disables the reuse of tails (`engine.tails`), so that
+    # the timed question is computed although the warm-up asked the same one.
     return engine.generate(prompt, mode=mode, max_new_tokens=1, do_sample=False).stats
 
 
@@ -55,7 +55,7 @@ def main() -> None:
     parser.add_argument("--corpus", type=Path, required=True)
     parser.add_argument("--questions", type=Path, required=True)
     parser.add_argument("--num-questions", type=int, default=10)
-    parser.add_argument("--limit", type=int, help="ingest only the first passages")
+    parser.add_argument("--limit", type=int, help="number of passages to ingest; default: all")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--shape", default="135m")
     options = parser.parse_args()
@@ -70,7 +70,7 @@ def main() -> None:
         )
         first = engine.precompute(blocks, show_progress=True)
         second = engine.precompute(blocks)
-        # Warm up with the system block.
+        # Warm up by encoding the system block.
         prompts = [ask(engine, sample, "block") for sample in samples]
         pairs = [(ask(engine, s, "block"), ask(engine, s, "full")) for s in samples]
         size = sum(f.stat().st_size for f in Path(folder).rglob("*") if f.is_file())

@@ -1,11 +1,11 @@
-"""Compare the answers of a server and of an engine in process, with the same recipe.
+"""Compare the answers of a server and an in-process engine with the same recipe.
 
     python benchmarks/recipe_parity.py --prompts 200
     python benchmarks/recipe_parity.py --model smollm2 --recipe auto --prompts 200
 
-Both compute in float32. A server with an empty store runs for each number of ranks. By default, the
+Both use float32. A server with an empty store is started for each number of ranks. By default, the
 recipe has a random adapter and promotes one passage. The exit status is 1 if the greedy tokens of
-an answer differ. The script runs in the environment of `make test-vllm`.
+any answer differ. Run the script in the environment of `make test-vllm`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ MOST_AT_ONCE = 8
 
 
 def questions_of(count: int) -> list[Question]:
-    """Questions from the bundled data: 3 to 6 passages of two records, in random order."""
+    """Return questions from the bundled data, with 3 to 6 passages from two records, shuffled."""
     file = PACKAGE / "app" / "demo" / "data" / "test-order-5.jsonl"
     records = [json.loads(line) for line in file.read_text("utf-8").splitlines()]
     choose = random.Random(0)
@@ -56,7 +56,7 @@ def questions_of(count: int) -> list[Question]:
 
 @contextmanager
 def served(options: dict[str, Any], ranks: int, model: str, log: Path) -> Iterator[Server]:
-    """Run a server on ``ranks`` ranks."""
+    """Run a server with ``ranks`` ranks."""
     bind = "nobind" if ranks == 1 else "|".join(map(str, range(ranks)))
     environment = {**ENVIRONMENT, "VLLM_CPU_OMP_THREADS_BIND": bind}
     more = ("--tensor-parallel-size", str(ranks))
@@ -68,7 +68,7 @@ def served(options: dict[str, Any], ranks: int, model: str, log: Path) -> Iterat
 
 
 async def answers_of(server: Server, questions: Sequence[Question], tokens: int) -> list[Answer]:
-    """Answers of a server, which gets the passages as documents."""
+    """Return the answers of a server, which receives the passages as documents."""
     async with httpx.AsyncClient(timeout=600, trust_env=False) as http:
         bodies = [one.documents | {"max_tokens": tokens} for one in questions]
         return await closed_loop([partial(ask, http, server, one) for one in bodies], MOST_AT_ONCE)
@@ -76,7 +76,7 @@ async def answers_of(server: Server, questions: Sequence[Question], tokens: int)
 
 def main(
     model: str = "bundled",
-    recipe: Annotated[str, typer.Option(help="A recipe as for an engine, or 'random'.")] = "random",
+    recipe: Annotated[str, typer.Option(help="Recipe, as for an engine, or 'random'.")] = "random",
     prompts: int = 200,
     ranks: str = "1,2",
     tokens: int = 24,

@@ -1,10 +1,10 @@
-"""Recovered gain of block mode: KVShareArena's measure on this package's recorded answers.
+"""Calculate KVShareArena's recovered gain from the answers recorded for this package.
 
     python benchmarks/recovered_gain.py    # writes benchmarks/results/recovered-gain.md
 
 Recovered gain = (score - score without passages) / (score of full mode - score without passages),
-over the 966 questions of Natural Questions that SmolLM2 answered in every row of
-``results/stock-smollm2.csv`` and ``results/stock-smollm2-fits.csv``. No model runs.
+over the 966 questions from Natural Questions that SmolLM2 answered in every row of
+``results/stock-smollm2.csv`` and ``results/stock-smollm2-fits.csv``. The script runs no model.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ Scores = Mapping[str, Mapping[str, tuple[float, float]]]
 
 
 def read(folder: Path = RESULTS) -> Scores:
-    """F1 and right (0 or 1) of each answer, by row and question."""
+    """Return the F1 and the correctness (0 or 1) of each answer, by row and question."""
     scores: dict[str, dict[str, tuple[float, float]]] = {}
     for name in ("stock-smollm2.csv", "stock-smollm2-fits.csv"):
         with (folder / name).open(encoding="utf-8") as file:
             for line in csv.DictReader(file):
-                if line["f1"]:  # Rows that only measure divergence have no scores.
+                if line["f1"]:  # Rows that only report divergence have no scores.
                     pair = float(line["f1"]), float(line["accuracy"])
                     scores.setdefault(line["mode"], {})[line["id"]] = pair
     return scores
 
 
 def recovered(scores: Scores, row: str, measure: int) -> Interval:
-    """Recovered gain of a row, with its 95 % bootstrap interval over questions.
+    """Return the recovered gain of a row, with its 95 % bootstrap interval over questions.
 
     Args:
-        measure: 0 for F1, 1 for right answers.
+        measure: 0 for F1, 1 for correct answers.
 
     Raises:
-        ValueError: The row and the references have other questions.
+        ValueError: The questions of the row and the references differ.
     """
     if not scores[row].keys() == scores[FULL].keys() == scores[NONE].keys():
-        raise ValueError(f"{row!r} has other questions than {FULL!r} and {NONE!r}")
+        raise ValueError(f"{row!r} has different questions from {FULL!r} and {NONE!r}")
     ids = sorted(scores[row])
     above = [scores[row][i][measure] - scores[NONE][i][measure] for i in ids]
     gains = [scores[FULL][i][measure] - scores[NONE][i][measure] for i in ids]
@@ -55,7 +55,7 @@ def recovered(scores: Scores, row: str, measure: int) -> Interval:
 
 
 def table(scores: Scores) -> str:
-    """Markdown table of the rows."""
+    """Format the rows as a Markdown table."""
     lines = [
         "| row | questions | recovered gain by F1 | recovered gain by right answers |",
         "|---|---|---|---|",

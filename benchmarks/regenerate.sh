@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Measure again every figure that README and docs show; results go to benchmarks/results, plots to
-# docs/figures. Two cores take about half an hour; let nothing else run.
+# Repeat all measurements that the README and the docs show. Results go to benchmarks/results, plots
+# to docs/figures. This takes about half an hour on two cores; run nothing else meanwhile.
 #
-#   bash benchmarks/regenerate.sh [NAME ...]      # names as below; all without
+#   bash benchmarks/regenerate.sh [NAME ...]      # names as below; default: all
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PATH="$PWD/.venv/bin:$PATH"
@@ -43,7 +43,7 @@ if [ ${#wanted[@]} -eq 0 ] || [[ " ${wanted[*]} " == *" main-thread "* ]]; then
   OMP_NUM_THREADS=$(nproc) python benchmarks/main_thread.py > benchmarks/results/main-thread.json
 fi
 if [ ${#wanted[@]} -eq 0 ] || [[ " ${wanted[*]} " == *" use-cases "* ]]; then
-  # Beside the frameworks' own models: pip install langchain-huggingface llama-index-llms-huggingface
+  # To include the frameworks' models: pip install langchain-huggingface llama-index-llms-huggingface
   python benchmarks/use_cases --output benchmarks/results/use-cases.json
 fi
 python benchmarks/tables.py

@@ -1,34 +1,34 @@
-"""Replay a log of requests, and estimate what prefix caching and block reuse save on it.
+"""Replay a log of requests, and estimate the savings from prefix caching and block reuse.
 
     python benchmarks/replay.py requests.jsonl --model 8b --dtype bfloat16 --tflops 1 --room 16
 
-A log is a JSON Lines file with one request per line. Its segments are in prompt order::
+A log is a JSON Lines file with one request per line. Segments are in prompt order::
 
     {"segments": [{"id": "rules", "tokens": 212, "kind": "system"},
                   {"id": "doc-17", "tokens": 254, "kind": "passage"},
                   {"id": "q-1", "tokens": 19, "kind": "question"}]}
 
-Segments with equal ids have equal text. Segments of kind ``passage`` are passages; all other kinds
-are treated alike. The last segment is the final block, and every other segment is a context block.
+Segments with the same id have the same text. Segments of kind ``passage`` are passages; other kinds
+are not distinguished. The last segment is the final block, and all others are context blocks.
 
-These policies are compared:
+The script compares these policies:
 
-- ``prefix``: a prefix cache as in vLLM, with prompts as sent.
+- ``prefix``: a prefix cache as in vLLM, with prompts in their original order.
 - ``prefix-sorted``: the same cache, with sorted blocks. Blocks that continue the longest cached
-  prefix come first, then the others by their total number of tokens in the log (ContextPilot's
-  idea, with knowledge of later requests). System prompts and history are also sorted, as if their
-  order did not affect answers.
+  prefix come first, then the others by their total number of tokens in the log (as in
+  ContextPilot, but with knowledge of later requests). System prompts and history are also sorted,
+  as if their order did not affect answers.
 - ``blocks``: block reuse, starting with an empty store.
 - ``blocks-ingested``: block reuse, with all passages encoded in advance.
 
 Times to first token are estimates for one request at a time. They favor prefix caching: its pages
-are always on the device, while blocks are read from main memory, or from disk if they exceed
-``--memory``. Answers take no room. The result is printed as JSON.
+are always on the device, whereas blocks are read from main memory, or from disk if they exceed
+``--memory``. Answers take no space. The result is printed as JSON.
 
-With ``--first 1 --first 10``, the log's first half ranks the passages by use. The most used 1 % or
-10 % of all passages are encoded in advance, and the second half is replayed twice: with room for
-everything, so that the other passages are encoded at first use and kept, and with room for only the
-passages that were encoded in advance.
+With ``--first 1 --first 10``, passages are ranked by their use in the first half of the log. The
+most used 1 % or 10 % of all passages are encoded in advance, and the second half is replayed twice:
+without a size limit, so that the other passages are encoded on first use and kept, and with space
+for only the passages that were encoded in advance.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from blockattn_rag.lab.planning import (
 
 GIB = 1 << 30
 PAGE_TOKENS = 16
-"""Tokens of a page of a prefix cache: vLLM's default."""
+"""Number of tokens per page of the prefix cache, as in vLLM by default."""
 _BEAM = 8
 """Width of the beam search for the longest cached prefix."""
 
@@ -69,7 +69,7 @@ class Segment:
     """A part of a prompt.
 
     Args:
-        id: Identity of the text.
+        id: Identifier of the text.
         tokens: Number of tokens.
         kind: ``"passage"``, or any other string.
     """
@@ -83,11 +83,11 @@ Request = tuple[Segment, ...]
 
 
 def read_log(path: Path) -> list[Request]:
-    """Read a log. To save memory, equal segments are one object, which all requests share.
+    """Read a log. To save memory, requests share the objects of equal segments.
 
     Raises:
-        DataError: A line is not a JSON object, or an id has different numbers of tokens (the
-            message gives file and line). Or the file is missing, damaged or empty.
+        DataError: The file is missing, damaged or empty, a line is not a JSON object, or an id has
+            different numbers of tokens. The message contains the file and the line.
     """
     known: dict[str, Segment] = {}
     return [request for _, request in parsed_lines(path, lambda line, _: _request(line, known))]
@@ -105,19 +105,19 @@ def _request(record: JsonRecord, known: dict[str, Segment]) -> Request:
 
 
 def distinct_blocks(requests: Sequence[Request], kind: str | None = None) -> list[Segment]:
-    """The distinct context blocks of a trace, or only the blocks of one kind."""
+    """Return the distinct context blocks of a log, or only those of one kind."""
     blocks = {block.id: block for request in requests for block in request[:-1]}
     return [block for block in blocks.values() if kind in (None, block.kind)]
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A request that was looked up in a cache.
+    """Result of looking up a request in a cache.
 
     Args:
         request: The request.
         reused: Number of reused tokens in each segment.
-        read_bytes: Bytes of the blocks that were read.
+        read_bytes: Size of the blocks that were read, in bytes.
     """
 
     request: Request
@@ -132,25 +132,25 @@ class _Run:
 
 
 class PrefixCache:
-    """Prefix cache as in vLLM: pages of 16 tokens, with eviction of the least recently used page.
+    """Prefix cache as in vLLM: pages of 16 tokens, with LRU eviction.
 
     A page is reused if an earlier request had the same tokens up to the end of the page. The last
     token of a request is always computed. The pages of a request are evicted from last to first.
-    Only full pages of prompts take room. vLLM also needs room for answers and partial pages, so the
-    simulation slightly favors the prefix cache.
+    Only full pages of prompts take space. vLLM also needs space for answers and partial pages, so
+    the simulation slightly favors the prefix cache.
 
     Pages are counted in runs. A run consists of the pages that end in the same segment after the
-    same prefix. They are always used together, so counting runs is exact, and takes time and memory
-    per segment instead of per page.
+    same prefix. They are always used together, so counting runs is exact, and time and memory
+    depend on the number of segments, not of pages.
 
     Args:
-        room_pages: Number of pages that fit. Default: no limit.
+        room_pages: Maximum number of pages. Default: no limit.
     """
 
     def __init__(self, room_pages: int | None = None) -> None:
         self._room_pages = room_pages
         self._used_pages = 0
-        # Keys: number of the preceding run, id of the segment. Least recently used run first.
+        # Keys: number of the preceding run, id of the segment. Order: least recently used first.
         self._runs: OrderedDict[tuple[int, str], _Run] = OrderedDict()
         self._numbers = itertools.count(1)
 
@@ -184,16 +184,16 @@ class PrefixCache:
     def reordered(self, request: Request, gains: Mapping[str, int]) -> Request:
         """Reorder the blocks of a request to reuse as many pages as possible.
 
-        A beam search finds the blocks that form the longest cached prefix. They come first. The
-        other blocks follow, sorted by gain, largest first.
+        A beam search finds the blocks that form the longest cached prefix, which come first. The
+        other blocks follow in descending order of gain.
 
         Args:
-            request: The request. Its last segment stays last.
-            gains: Benefit of placing a block early in a prompt, by block id.
+            request: The request. Its last segment remains last.
+            gains: Benefit of putting a block early in a prompt, by block id.
         """
         blocks = sorted(request[:-1], key=lambda block: -gains[block.id])
         best: tuple[int, ...] = ()
-        # Number of pages, run, and blocks.
+        # Each candidate: number of pages, run, and blocks.
         beam: list[tuple[int, int, tuple[int, ...]]] = [(0, 0, ())]
         while beam:
             best = beam[0][2]
@@ -218,11 +218,11 @@ class PrefixCache:
 
 
 class BlockCache:
-    """Store of blocks, with eviction of the least recently used block.
+    """Store of blocks, with LRU eviction.
 
     Args:
-        footprint: Sizes of the model's blocks.
-        room_bytes: Capacity in bytes. A larger block is not stored. Default: no limit.
+        footprint: Size of the model's keys and values.
+        room_bytes: Capacity in bytes. Larger blocks are not stored. Default: no limit.
     """
 
     def __init__(self, footprint: Footprint, room_bytes: int | None = None) -> None:
@@ -245,7 +245,7 @@ class BlockCache:
         self.used_bytes += size
 
     def serve(self, request: Request) -> Served:
-        """Look up all blocks, then store missing blocks. A repeated block is computed once."""
+        """Look up all blocks, then store the missing ones. A repeated block is computed once."""
         reused, missing = [], {}
         read: dict[str, int] = {}
         for block in request[:-1]:
@@ -267,8 +267,8 @@ class ReplayClock:
 
     Args:
         config: Config of a model with gated feed-forward layers.
-        footprint: Sizes of the model and its blocks.
-        machine: The machine. Without a GPU, blocks are read from the memory that weights leave.
+        footprint: Size of the model and of its keys and values.
+        machine: The machine. Without a GPU, blocks are in the memory that is not used by weights.
     """
 
     config: Any
@@ -281,13 +281,13 @@ class ReplayClock:
         return PAGE_TOKENS * self.footprint.bytes_per_token
 
     def prefix_s(self, served: Served) -> float:
-        """Seconds with a prefix cache on the device."""
+        """Return the seconds with a prefix cache on the device."""
         cached = sum(served.reused)
         new = sum(segment.tokens for segment in served.request) - cached
         return self._prefill_s(new, cached)
 
     def blocks_s(self, served: Served, *, from_disk: bool) -> float:
-        """Seconds if blocks are read from memory or disk, or encoded."""
+        """Return the seconds if blocks are read from memory or disk, or encoded."""
         *blocks, final = served.request
         hits = [tokens > 0 for tokens in served.reused[:-1]]
         computed = [block.tokens for block, hit in zip(blocks, hits, strict=True) if not hit]
@@ -300,23 +300,23 @@ class ReplayClock:
         return seconds
 
     def _prefill_s(self, new_tokens: int, cached_tokens: int) -> float:
-        """Seconds of a prefill that reads the keys and values of cached tokens."""
+        """Return the seconds of a prefill that reads the keys and values of cached tokens."""
         read = self.footprint.weight_bytes + cached_tokens * self.footprint.bytes_per_token
         return self.machine.forward_s(prefill_flops(self.config, new_tokens, cached_tokens), read)
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Result of replaying a trace under one policy.
+    """Result of replaying a log under one policy.
 
     Args:
-        policy: The policy; see the top of this file.
+        policy: The policy; see the module docstring.
         room_bytes: Capacity of the cache in bytes. None: no limit.
-        passage_hits: Share of passage tokens that were reused. None: the trace has no passages.
+        passage_hits: Share of passage tokens that were reused. None: the log has no passages.
         hits: Share of all tokens that were reused.
         computed_tokens: Mean number of tokens computed per request.
         read_bytes: Mean number of bytes of blocks read per request.
-        from_disk: Whether the blocks exceed main memory, so that times include reading the disk.
+        from_disk: Whether the blocks exceed main memory, so that times include disk reads.
         ttft_s, ttft_p95_s: Estimated time to first token in seconds, median and 95th percentile.
     """
 
@@ -334,7 +334,7 @@ class Outcome:
 def replay(
     requests: Sequence[Request], policy: Policy, clock: ReplayClock, room_bytes: int | None = None
 ) -> Outcome:
-    """Replay a trace under a policy.
+    """Replay a log under a policy.
 
     Args:
         policy: ``"full"`` computes everything, ``"prefix"`` has a prefix cache, and
@@ -378,14 +378,14 @@ def replay(
 
 @dataclass(frozen=True, slots=True)
 class FirstOutcome:
-    """Result of encoding the most used passages in advance, and the others at first use.
+    """Result of encoding the most used passages in advance, and the others on first use.
 
     Args:
         share: Share of all passages that were encoded in advance.
-        encoded_bytes: Bytes of these passages.
-        passage_hits: Share of passage tokens that were reused, with room for everything.
-        stored_bytes: Bytes of the passages that are stored at the end.
-        bounded_hits: Share of passage tokens that were reused with room for ``encoded_bytes``.
+        encoded_bytes: Size of these passages in bytes.
+        passage_hits: Share of passage tokens that were reused without a size limit.
+        stored_bytes: Size of all stored passages at the end, in bytes.
+        bounded_hits: Share of passage tokens that were reused with a limit of ``encoded_bytes``.
     """
 
     share: float
@@ -396,13 +396,13 @@ class FirstOutcome:
 
 
 def replay_first(requests: Sequence[Request], share: float, footprint: Footprint) -> FirstOutcome:
-    """Replay the passages of a log's second half, after encoding a share of all passages.
+    """Replay the passages in the second half of a log, after encoding a share of all passages.
 
-    The first half ranks the passages. Passages that it does not use come last, in order of the log.
-    The store has only passages: system prompts and history stay in memory.
+    Passages are ranked by their use in the first half. Unused passages come last, in log order. The
+    store has only passages: system prompts and history are in memory.
 
     Args:
-        share: Share of all passages to encode, from 0 to 1.
+        share: Share of all passages to encode in advance, from 0 to 1.
     """
     middle = len(requests) // 2
     past, future = requests[:middle], [_passages(request) for request in requests[middle:]]
@@ -413,7 +413,7 @@ def replay_first(requests: Sequence[Request], share: float, footprint: Footprint
     hits = []
     for room in (None, encoded):
         blocks = BlockCache(footprint, room)
-        for passage in reversed(first):  # The most used passage is evicted last.
+        for passage in reversed(first):  # so that the most used passage is evicted last
             blocks.put(passage)
         tokens, reused = _tokens([blocks.serve(request) for request in future], "passage")
         hits.append((reused / tokens, blocks.used_bytes))
@@ -421,12 +421,12 @@ def replay_first(requests: Sequence[Request], share: float, footprint: Footprint
 
 
 def _passages(request: Request) -> Request:
-    """A request with only its passages and its final block."""
+    """Return the request with only its passages and its final block."""
     return (*(block for block in request[:-1] if block.kind == "passage"), request[-1])
 
 
 def _tokens(served: Sequence[Served], kind: str | None = None) -> tuple[int, int]:
-    """Number of tokens in all segments, or in segments of one kind, and how many were reused."""
+    """Count the tokens in all segments, or in segments of one kind, and how many were reused."""
     found = [
         (segment.tokens, reused)
         for one in served
@@ -437,7 +437,7 @@ def _tokens(served: Sequence[Served], kind: str | None = None) -> tuple[int, int
 
 
 def _gains(requests: Sequence[Request]) -> dict[str, int]:
-    """Total number of tokens of each block over all requests, by block id."""
+    """Return the total number of tokens of each block over all requests, by block id."""
     gains: Counter[str] = Counter()
     for request in requests:
         for block in request[:-1]:
@@ -448,18 +448,18 @@ def _gains(requests: Sequence[Request]) -> dict[str, int]:
 def main(
     log: Annotated[Path, typer.Argument(help="Log of requests, .jsonl or .jsonl.gz.")],
     model: Annotated[str, typer.Option(help="Llama shape.")] = "8b",
-    dtype: Annotated[str, typer.Option(help="Type of keys and values.")] = "bfloat16",
-    tflops: Annotated[float, typer.Option(help="10^12 operations per second.")] = 1.0,
+    dtype: Annotated[str, typer.Option(help="Data type of keys and values.")] = "bfloat16",
+    tflops: Annotated[float, typer.Option(help="Compute speed in TFLOPS.")] = 1.0,
     memory: Annotated[float, typer.Option(help="Main memory in GiB.")] = 64.0,
     room: Annotated[
         float | None, typer.Option(help="Also replay with caches of this size in GiB.")
     ] = None,
     first: Annotated[
         list[float] | None,
-        typer.Option(help="Percent of the passages to encode in advance. Repeatable."),
+        typer.Option(help="Percentage of passages to encode in advance. Repeatable."),
     ] = None,
 ) -> None:
-    """Replay a log under all policies, and print the outcomes as JSON."""
+    """Replay a log under all policies, and print the results as JSON."""
     requests, config = read_log(log), shape_config(model)
     if first:
         sizes = footprint(config, floating_type(dtype))

@@ -3,8 +3,8 @@
     python benchmarks/retrieval_steps.py
 
 For each pipeline, the script ingests the bundled encyclopedia, fifteen documents of ten articles
-each, and asks the bundled model its fifteen questions. Blocks that a question computes are not kept
-for the next question, so each hit is a passage that ingestion stored. The script prints a table.
+each, and asks the bundled model fifteen questions about it. Blocks computed for one question are
+discarded before the next, so each hit is a passage stored at ingestion. The script prints a table.
 """
 
 from __future__ import annotations
@@ -68,15 +68,15 @@ ARTICLES = 10
 
 
 class Row(NamedTuple):
-    """Name of a pipeline, and a function that ingests and returns a function from question to
-    prompt."""
+    """A pipeline: its name, and a function that ingests the documents and returns a function from
+    question to prompt."""
 
     name: str
     ingest: Callable[[BlockAttentionEngine], Ask]
 
 
 def texts() -> list[str]:
-    """Fifteen documents."""
+    """Return the fifteen documents."""
     articles = [passage.text for passage in bundled_corpus()]
     starts = range(0, len(articles), ARTICLES)
     return ["\n\n".join(articles[at : at + ARTICLES]) for at in starts]
@@ -86,7 +86,7 @@ def texts() -> list[str]:
 
 
 def sentences(**transform: Any) -> Callable[[BlockAttentionEngine], Ask]:
-    """Embeds sentences and shows the sentences around them."""
+    """Return a pipeline that embeds sentences and replaces each with a window around it."""
 
     def ingest(engine: BlockAttentionEngine) -> Ask:
         llm = BlockAttentionLLM(engine=engine)
@@ -100,7 +100,7 @@ def sentences(**transform: Any) -> Callable[[BlockAttentionEngine], Ask]:
 
 
 def chunks(*steps: Any) -> Callable[[BlockAttentionEngine], Ask]:
-    """Plain chunks, with postprocessors after the retriever."""
+    """Return a pipeline with plain chunks, and postprocessors after the retriever."""
 
     def ingest(engine: BlockAttentionEngine) -> Ask:
         llm = BlockAttentionLLM(engine=engine)
@@ -114,12 +114,12 @@ def chunks(*steps: Any) -> Callable[[BlockAttentionEngine], Ask]:
 
 
 def merged(engine: BlockAttentionEngine) -> Ask:
-    """Embeds leaves; shows the parent if many of its leaves are retrieved."""
+    """Embed leaves, and replace them with their parent if many of its leaves are retrieved."""
     llm = BlockAttentionLLM(engine=engine)
     nodes = HierarchicalNodeParser.from_defaults(chunk_sizes=[256, 64], chunk_overlap=0)(
         documents()
     )
-    nodes = BlockKVTransform(llm=llm)(nodes)  # Leaves and parents, because either may be shown.
+    nodes = BlockKVTransform(llm=llm)(nodes)  # Leaves and parents, because prompts contain both.
     storage = StorageContext.from_defaults()
     storage.docstore.add_documents(nodes)
     index = VectorStoreIndex(
@@ -134,7 +134,7 @@ def documents() -> list[LlamaDocument]:
 
 
 def asking(llm: BlockAttentionLLM, retriever: Any, steps: Sequence[Any]) -> Ask:
-    """The prompt of a question, after a retriever and postprocessors."""
+    """Return a function from question to prompt, with a retriever and postprocessors."""
 
     def ask(question: str) -> BlockPrompt:
         found = retriever.retrieve(question)
@@ -150,7 +150,7 @@ def asking(llm: BlockAttentionLLM, retriever: Any, steps: Sequence[Any]) -> Ask:
 
 
 class Sentences(BaseDocumentCompressor):
-    """Keeps the sentences that share a word with the question, as an extractor does."""
+    """Extractor that keeps the sentences that share a word with the question."""
 
     def compress_documents(
         self, documents: Sequence[Document], query: str, callbacks: Any = None
@@ -168,7 +168,7 @@ class Sentences(BaseDocumentCompressor):
 
 
 def compressed(*compressors: Any) -> Callable[[BlockAttentionEngine], Ask]:
-    """Plain chunks, with compressors after the retriever."""
+    """Return a pipeline with plain chunks, and compressors after the retriever."""
 
     def ingest(engine: BlockAttentionEngine) -> Ask:
         chat = ChatBlockAttention(engine=engine)
@@ -184,7 +184,7 @@ def compressed(*compressors: Any) -> Callable[[BlockAttentionEngine], Ask]:
 
 
 def parents(engine: BlockAttentionEngine) -> Ask:
-    """Embeds small pieces and shows the documents that contain them."""
+    """Embed small chunks, and replace them with the documents that contain them."""
     chat = ChatBlockAttention(engine=engine)
     whole = splitter(600).create_documents(texts())
     retriever = ParentDocumentRetriever(
@@ -198,7 +198,7 @@ def parents(engine: BlockAttentionEngine) -> Ask:
 
 
 def several_vectors(engine: BlockAttentionEngine) -> Ask:
-    """Embeds first sentences and shows complete documents."""
+    """Embed first sentences, and replace them with complete documents."""
     chat = ChatBlockAttention(engine=engine)
     whole = BlockKVTransformer(llm=chat).transform_documents(
         splitter(220).create_documents(texts())
@@ -215,7 +215,7 @@ def several_vectors(engine: BlockAttentionEngine) -> Ask:
 
 
 def windows(engine: BlockAttentionEngine) -> Ask:
-    """Embeds sentences and shows the text in their metadata."""
+    """Embed sentences, and replace them with the text in their metadata."""
     chat = ChatBlockAttention(engine=engine)
     shown = BlockDocumentPrompt.from_template("{window}")
     nodes = SentenceWindowNodeParser(window_size=2)(documents())
@@ -236,7 +236,7 @@ def stored(pieces: list[Document]) -> Any:
 
 
 def answering(chat: ChatBlockAttention, retriever: Any, shown: Any = None) -> Ask:
-    """The prompt of a question, after a retriever."""
+    """Return a function from question to prompt, with a retriever."""
     formatted = retriever | RunnableLambda(lambda found: format_blocks(found, shown))
 
     def ask(question: str) -> BlockPrompt:
@@ -248,7 +248,7 @@ def answering(chat: ChatBlockAttention, retriever: Any, shown: Any = None) -> As
 
 
 class Overlap(BaseCrossEncoder):
-    """Scores a text by the words that it shares with the question."""
+    """Fake cross-encoder that scores a text by the words that it shares with the question."""
 
     def score(self, text_pairs: list[tuple[str, str]]) -> list[float]:
         pairs = [({*one.lower().split()}, {*other.lower().split()}) for one, other in text_pairs]

@@ -1,15 +1,14 @@
-"""Measure right answers and time to first token in vLLM, with and without recomputed tokens.
+"""Measure accuracy and time to first token in vLLM, with and without recomputed tokens.
 
     python benchmarks/served_recompute.py qwen --nq nq_rag.jsonl.gz --minutes 30
 
-The questions are those of `benchmarks/quality`, in the same order. One engine of vLLM, in float32,
-answers each question in three ways: in full mode with vLLM's prefix caching, from stored passages,
-and from stored passages with a share of their tokens recomputed. The order of the three varies
-between questions. Encoding passages is not timed. Times are CPU seconds of the engine's worker,
-which has one thread, because they depend less on other load. The script appends each question to a
-CSV file, and continues where it stopped. The table also compares the answers with those of an
-engine in process (`benchmarks/results/quality`). The script runs in the environment of `make
-test-vllm`.
+The questions are those of `benchmarks/quality`, in the same order. A vLLM engine in float32 answers
+each question in three modes: full mode with vLLM's prefix caching, with stored passages, and with
+stored passages of which a share of the tokens is recomputed. The order of the modes varies between
+questions. Encoding passages is not timed. Times are CPU seconds of the engine's worker, which has
+one thread, because CPU time depends less on other load. The script appends each question to a CSV
+file, and resumes where it stopped. The table also compares the answers with those of an in-process
+engine (`benchmarks/results/quality`). Run the script in the environment of `make test-vllm`.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ from tests_vllm.engines import Engine, sampling_of
 
 RESULTS = Path(__file__).parent / "results"
 PAGE_TOKENS = 32
-"""vLLM's smallest page size on a CPU, with which prefix caching has the most hits."""
+"""Smallest page size of vLLM on a CPU, which gives prefix caching the most hits."""
 STORED_ROW, RECOMPUTED = "stored passages", "recomputed"
 STORE = Path.home() / ".cache" / "blockattn_rag" / "served_recompute"
 IN_PROCESS = "head, 10 % recomputed"
@@ -61,7 +60,7 @@ _WRITTEN_S = 60
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """An answer of the engine."""
+    """Answer of the engine."""
 
     token_ids: list[int]
     ttft_s: float
@@ -70,7 +69,7 @@ class Reply:
 
 
 class Served:
-    """vLLM with the connector, and the blocks that it needs."""
+    """vLLM with the connector, which answers questions in all rows."""
 
     def __init__(self, model: str, recipe: str, store: Path, tokens: int) -> None:
         config = ServingConfig(store=str(store), recipe=recipe, memory="2GiB")
@@ -80,14 +79,14 @@ class Served:
         self._prompts = Prompts(self._tokenizer)
         options = {"store": str(store), "recipe": recipe, "memory": "2GiB"}
         self._engine = Engine(options, model=model, block_size=PAGE_TOKENS, max_model_len=4096)
-        # One thread of this process, or a separate process (VLLM_ENABLE_V1_MULTIPROCESSING).
+        # The worker: a thread of this process, or a process (VLLM_ENABLE_V1_MULTIPROCESSING).
         own = psutil.Process()
         workers = [one for one in own.children(recursive=True) if "Worker" in one.cmdline()[0]]
         self._worker = workers[0] if workers else own
         self._turn = self._requests = 0
 
     def answer(self, item: Item, rows: Sequence[str]) -> Iterator[Record]:
-        """Answer a question in all rows."""
+        """Answer a question in each of the rows."""
         tokenizer = self._tokenizer
         prompt = self._prompts.token_ids(
             CHAT.prompt(item.question, item.passages, tokenizer), "block"
@@ -122,7 +121,7 @@ class Served:
             )
 
     def _encode(self, token_ids: Sequence[int], plan: BlockPlan) -> None:
-        """Store the blocks of a prompt."""
+        """Encode and store the blocks of a prompt."""
         missing = []
         for block in block_keys(token_ids, plan, self._profile):
             if block.key not in self._store:
@@ -136,7 +135,7 @@ class Served:
             while block.key not in self._store:
                 if time.monotonic() > until:
                     raise RuntimeError(f"Block {block.place} was not stored")
-                self._engine.ask([0], max_tokens=1)  # Blocks are saved in the following steps.
+                self._engine.ask([0], max_tokens=1)  # Run more steps, in which blocks are saved.
 
     def _reply(self, ids: list[int], params: dict[str, Any] | None) -> Reply:
         engine, started, first = self._engine.llm.llm_engine, self._cpu_s(), None
@@ -165,7 +164,7 @@ class Served:
 
 
 def table(records: Sequence[Record], in_process: Mapping[tuple[str, str, str], str]) -> str:
-    """Table of all rows, in Markdown."""
+    """Format all rows as a Markdown table."""
     by_row: dict[str, dict[tuple[str, str], Record]] = {}
     for record in records:
         by_row.setdefault(record.row, {})[record.set, record.id] = record
@@ -197,7 +196,7 @@ def table(records: Sequence[Record], in_process: Mapping[tuple[str, str, str], s
 
 
 def _in_process(path: Path, row: str) -> dict[tuple[str, str, str], str]:
-    """Answers of an engine in process."""
+    """Return the answers of an in-process engine."""
     rows = {FULL: FULL, row: RECOMPUTED}
     with path.open(newline="", encoding="utf-8") as file:
         return {
@@ -208,18 +207,16 @@ def _in_process(path: Path, row: str) -> dict[tuple[str, str, str], str]:
 
 
 def main(
-    model: Annotated[
-        str, typer.Argument(help="smollm2, qwen, gemma, or any other model.")
-    ] = "qwen",
-    nq: Annotated[Path | None, typer.Option(help="Natural Questions with passages.")] = None,
+    model: Annotated[str, typer.Argument(help="smollm2, qwen, gemma, or another model.")] = "qwen",
+    nq: Annotated[Path | None, typer.Option(help="File of Natural Questions.")] = None,
     recipe: str = "head+recompute:0.1",
     questions: int = 40,
     minutes: float = 30,
     tokens: int = 40,
     store: Path = STORE,
-    row: Annotated[str, typer.Option(help="Row of the results in process.")] = IN_PROCESS,
+    row: Annotated[str, typer.Option(help="Row of the in-process results.")] = IN_PROCESS,
 ) -> None:
-    os.environ |= ENVIRONMENT  # The processes that vLLM starts read this variable.
+    os.environ |= ENVIRONMENT  # for the processes that vLLM starts
     path = RESULTS / f"served-recompute-{model}.csv"
     found = [sets.facts(), sets.comparisons(), sets.pairs(), sets.order()]
     if nq is not None:

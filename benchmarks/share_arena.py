@@ -1,20 +1,20 @@
-"""Driver for KVShareArena, a leaderboard of methods that reuse keys and values of passages.
+"""Driver for KVShareArena, a leaderboard of methods that reuse the KV cache of passages.
 
     git clone https://github.com/xishi404/KVShareArena
     for row in no-context full none fast head+recompute:0.1; do
       python benchmarks/share_arena.py run KVShareArena hotpotqa \\
         --model Qwen/Qwen3-8B --row $row --output runs/$row.json
     done
-    python benchmarks/share_arena.py score runs/*.json    # recovered gain, by our own references
-    kva validate runs/fast.json --data_dir KVShareArena/data/queryset    # the board's own check
-    kva score runs/fast.json --data_dir KVShareArena/data/queryset       # and scorer
+    python benchmarks/share_arena.py score runs/*.json    # recovered gain, with our references
+    kva validate runs/fast.json --data_dir KVShareArena/data/queryset    # the board's check
+    kva score runs/fast.json --data_dir KVShareArena/data/queryset       # the board's scorer
 
-Questions, prompts and answer lengths come from a clone of the board, and none of its code is used.
-``Method`` has the three steps of the board's interface, so that the board's own harness can run it,
-too: ``kvsharearena.register("block-attention")(Method)``.
+Questions, prompts and answer lengths are read from a clone of the board's repository; its code is
+not used. ``Method`` implements the three steps of the board's interface, so the board's harness can
+also run it: ``kvsharearena.register("block-attention")(Method)``.
 
 A row is a recipe (``blockattn_rag.Recipe``), or one of the references: ``full`` computes the
-complete prompt, ``no-context`` leaves the sources out.
+complete prompt, ``no-context`` omits the sources.
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ from blockattn_rag.prompts.blocks import Span
 SCHEMA = "kva.result.v1"
 FULL, NO_CONTEXT = "full", "no-context"
 LEAST_GAIN = 1e-3
-"""Least F1 that sources must gain for a recovered share to be defined, as the board has it."""
+"""Minimum F1 gain from sources for which the board defines a recovered gain."""
 
 app = typer.Typer(help=__doc__, add_completion=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """An answer with its costs. The board scores the text itself.
+    """An answer and its costs. The board scores the text.
 
     Args:
         text: The answer.
-        recomputed_layer_tokens: Tokens of sources that were computed for this answer, times layers.
-        dense_payload_layer_tokens: All tokens of sources, times layers.
-        kv_bytes: Size of the keys and values of the sources in use.
-        ttft_ms: Milliseconds from the request to the first token, with the sources encoded.
-        aux: Counts for reading.
+        recomputed_layer_tokens: Source tokens that were computed for this answer, times layers.
+        dense_payload_layer_tokens: All source tokens, times layers.
+        kv_bytes: Size of the sources' keys and values in bytes.
+        ttft_ms: Time to first token in milliseconds, with encoded sources.
+        aux: Additional counts, for information.
     """
 
     text: str
@@ -66,11 +66,11 @@ class Answer:
 
 
 class Method:
-    """The board's interface: ``setup``, ``build_cache`` for each source, ``answer``."""
+    """Implements the board's interface: ``setup``, ``build_cache`` per source, ``answer``."""
 
     name = "block-attention"
     track = frozenset({"re"})  # retrieved evidence
-    mechanism_class = 1  # The board's number for recomputation and link tokens.
+    mechanism_class = 1  # the board's number for recomputation and link tokens
     provenance = "official"
     backend = "blockattn_rag on transformers"
     training_data: str | None = None
@@ -86,8 +86,8 @@ class Method:
         Args:
             model_id: Folder, hub id or name of a model.
             config: ``exam`` with ``system_prompt``, ``pre_ctx``, ``mid_q``, ``tail`` and
-                ``max_new_tokens``; optionally ``row`` (default: ``auto``), or ``engine`` instead of
-                a model that is loaded here.
+                ``max_new_tokens``; optionally ``row`` (default: ``auto``) and ``engine``, which is
+                used instead of loading a model.
         """
         self.row = str(config.get("row", "auto"))
         recipe = "none" if self.row in (FULL, NO_CONTEXT) else self.row
@@ -97,19 +97,19 @@ class Method:
         self.layers = self.engine.model.hf_model.config.get_text_config().num_hidden_layers
 
     def build_cache(self, source_text: str) -> Block:
-        """Encode a source. The question is not known here."""
+        """Encode a source, without the question."""
         block = Block(source_text)
         if self.row not in (FULL, NO_CONTEXT):
             self.engine.precompute([block])
         return block
 
     def answer(self, question: str, caches: Sequence[Block], config: Mapping[str, Any]) -> Answer:
-        """Answer a question over sources that ``build_cache`` encoded."""
+        """Answer a question about sources that were encoded with ``build_cache``."""
         exam, tokenizer = config["exam"], self.engine.model.tokenizer
         sources = [] if self.row == NO_CONTEXT else caches
         prompt = self._prompt(question, sources, exam)
         if self.row not in (FULL, NO_CONTEXT):
-            # The first block is the head, never a source.
+            # The first block is the prompt's head, not a source.
             self.engine.precompute(prompt.context[:1], as_prompt=True)
         payload = sum(len(tokenizer.block_ids(block, first=False)) for block in sources)
         mode: Any = "full" if self.row in (FULL, NO_CONTEXT) else "block"
@@ -134,7 +134,7 @@ class Method:
     def _prompt(
         self, question: str, sources: Sequence[Block], exam: Mapping[str, Any]
     ) -> BlockPrompt:
-        """Prompt with a head, the sources without text between them, and the question."""
+        """Return a prompt with the head, the sources without separators, and the question."""
         place = f"sources{secrets.token_hex(8)}"
         user = f"{exam['pre_ctx']}{place}{exam['mid_q']}{question}{exam['tail']}"
         messages = [
@@ -149,7 +149,7 @@ class Method:
 
 
 def read_exam(arena: Path, subset: str) -> dict[str, Any]:
-    """The prompt of a set of questions, from a clone of the board.
+    """Read the prompt of a question set from a clone of the board's repository.
 
     Raises:
         ValueError: The set is unknown.
@@ -159,7 +159,7 @@ def read_exam(arena: Path, subset: str) -> dict[str, Any]:
     forms = json.loads((folder / "longbench_config.json").read_text("utf-8"))
     if subset not in forms["dataset2prompt"]:
         known = ", ".join(sorted(forms["dataset2prompt"]))
-        raise ValueError(f"Unknown set of questions {subset!r}: expected one of {known}.")
+        raise ValueError(f"Unknown question set {subset!r}: expected one of {known}.")
     before, _, rest = forms["dataset2prompt"][subset].partition("{context}")
     between, _, after = rest.partition("{input}")
     return {
@@ -175,19 +175,17 @@ def read_exam(arena: Path, subset: str) -> dict[str, Any]:
 
 
 def read_questions(arena: Path, subset: str) -> tuple[list[dict[str, Any]], str]:
-    """The frozen questions of a set, and the sha256 of their file.
+    """Return the frozen questions of a set, and the SHA-256 digest of their file.
 
     Raises:
-        ValueError: The file differs from the board's list of checksums.
+        ValueError: The digest differs from the board's list of checksums.
     """
     folder = arena / "data/queryset"
     path = folder / f"{subset}_n100.jsonl"
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
     expected = json.loads((folder / "sha256.json").read_text("utf-8")).get(path.name)
     if digest != expected:
-        raise ValueError(
-            f"{path} has sha256 {digest}, but the board's list has {expected}: clone it again"
-        )
+        raise ValueError(f"{path} has sha256 {digest}, expected {expected}: clone it again")
     lines = path.read_text("utf-8").splitlines()
     return [json.loads(line) for line in lines], digest
 
@@ -195,11 +193,11 @@ def read_questions(arena: Path, subset: str) -> tuple[list[dict[str, Any]], str]
 def answer_all(
     method: Method, model: str, exam: Mapping[str, Any], questions: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """Answer questions, each over its own sources, and return the result in the board's format.
+    """Answer each question with its sources, and return the result in the board's format.
 
     Args:
-        method: A method after ``setup``.
-        model: Name of the model for the result.
+        method: Method on which ``setup`` was called.
+        model: Model name for the result.
         exam: Output of ``read_exam``.
         questions: Records with ``_id``, ``input``, ``answers`` and ``chunks``.
     """
@@ -255,17 +253,17 @@ def answer_all(
 
 
 def compared(result: Mapping[str, Any], none: Mapping[str, Any], full: Mapping[str, Any]) -> str:
-    """A line of a table: F1, recovered gain, and costs saved, relative to the references.
+    """Format a table row with F1, recovered gain, and savings relative to the references.
 
     Recovered gain = (F1 - F1 without sources) / (F1 of the full prompt - F1 without sources), with
-    its 95 % interval over questions. Compute saved = 1 - share of the sources' tokens that were
-    computed. TTFT saved is relative to the full prompt on the same machine.
+    its 95 % interval over questions. Compute saved = 1 - share of source tokens that were computed.
+    TTFT saved is relative to the full prompt on the same machine.
     """
     rows, bottom, top = (
         {row["_id"]: row for row in one["results"]} for one in (result, none, full)
     )
     if not rows.keys() == bottom.keys() == top.keys():
-        raise ValueError("The results are of different questions: run all rows on the same set")
+        raise ValueError("The results are for different questions: run all rows on the same set")
     scores = [(rows[i]["f1_raw"], bottom[i]["f1_raw"], top[i]["f1_raw"]) for i in sorted(rows)]
     above, gains = [s - b for s, b, _ in scores], [t - b for _, b, t in scores]
     recovered = "undefined"
@@ -291,12 +289,12 @@ Arena = Annotated[Path, typer.Argument(help="Clone of the board's repository.")]
 def run(
     arena: Arena,
     subset: Annotated[str, typer.Argument(help="qasper, multifieldqa_en or hotpotqa.")],
-    model: Annotated[str, typer.Option(help="The board compares Qwen/Qwen3-8B.")],
+    model: Annotated[str, typer.Option(help="Model; the board uses Qwen/Qwen3-8B.")],
     output: Annotated[Path, typer.Option(help="JSON file to write.")],
-    row: Annotated[str, typer.Option(help="A recipe, full, or no-context.")] = "auto",
-    questions: Annotated[int, typer.Option(help="The board accepts all 100 only.")] = 100,
+    row: Annotated[str, typer.Option(help="Recipe, full, or no-context.")] = "auto",
+    questions: Annotated[int, typer.Option(help="The board requires all 100.")] = 100,
 ) -> None:
-    """Answer the questions of a set in one row."""
+    """Answer the questions of a set for one row."""
     exam = read_exam(arena, subset)
     asked, digest = read_questions(arena, subset)
     method = Method()
@@ -309,15 +307,15 @@ def run(
 
 @app.command()
 def score(
-    files: Annotated[list[Path], typer.Argument(help="Results, with rows full and no-context.")],
+    files: Annotated[list[Path], typer.Argument(help="Results, including full and no-context.")],
 ) -> None:
-    """Print recovered gain and costs of results, which must include the rows full and
-    no-context."""
+    """Print the recovered gain and savings of each result. The rows full and no-context are
+    required."""
     results = [json.loads(path.read_text("utf-8")) for path in files]
     by_name = {one["summary"]["method"]: one for one in results}
     names = [f"{Method.name} ({row})" for row in (NO_CONTEXT, FULL)]
     if not by_name.keys() >= set(names):
-        raise typer.BadParameter(f"Expected results of the rows {NO_CONTEXT} and {FULL}")
+        raise typer.BadParameter(f"Pass results for the rows {NO_CONTEXT} and {FULL}, too")
     references = [by_name[name] for name in names]
     print("| row | questions | F1 | recovered gain | compute saved | TTFT saved |")
     print("|---|---|---|---|---|---|")

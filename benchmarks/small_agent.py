@@ -1,11 +1,11 @@
-"""Measure a small model as an agent, with optional calls, required calls and a lookup first.
+"""Evaluate a small model as an agent, with optional calls, required calls and a lookup first.
 
     python benchmarks/small_agent.py MODEL [--questions 10] [--recipe head:4]
 
-The model answers questions about 20 passages. It must have the control tokens of ChatML, as SmolLM2
-does. Its chat template is replaced by one that supports tools in Hermes format. The script counts
-calls when they are optional, valid calls when one is required, required calls whose query finds the
-right passage, and right answers after a lookup before the model is called.
+The model answers questions about 20 passages. It must have ChatML control tokens, like SmolLM2. Its
+chat template is replaced with one that supports tools in Hermes format. The script counts optional
+calls, valid required calls, required calls whose query retrieves the correct passage, and correct
+answers after a lookup that precedes the model call.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Measure time and memory of the maintenance of a store with many entries, on a local disk.
+"""Measure the time and memory of store maintenance with many entries, on a local disk.
 
-Entries are tiny and written without fsync, so the figures show the work per entry rather than the
-speed of the disk. Each command runs in a separate process. Its memory is the peak of the process
+Entries are tiny and written without fsync, so the results show the work per entry, not the speed of
+the disk. Each command runs in a separate process. Memory is the peak of this process
 (``ru_maxrss``), printed next to that of a process that only imports the package.
 
     python benchmarks/store_at_size.py --entries 10000
@@ -27,12 +27,12 @@ from blockattn_rag.store import DirectoryStore, describe_all, gc, verify
 
 
 def digest_of(number: int) -> str:
-    """64 hex digits that are distributed as evenly as the digits of a hash."""
+    """Return 64 hex digits, distributed like those of a hash."""
     return f"{number * 0x9E3779B97F4A7C15 % (1 << 64):016x}" * 4
 
 
 def fill(path: Path, entries: int) -> None:
-    """Fill a store with entries of one token."""
+    """Fill a store with entries that have one token each."""
     store = DirectoryStore(path, fsync=False)
     part = (torch.ones(1, 1, 4),)
     first = BlockKV(part, part, torch.zeros(1, dtype=torch.int64), "f" * 64, "", "")
@@ -43,7 +43,7 @@ def fill(path: Path, entries: int) -> None:
 
 
 def commands(path: Path, entries: int) -> dict[str, Callable[[], object]]:
-    """The measured commands by name. Half of the entries are in use."""
+    """Return the commands to measure, by name. Half of the entries are in use."""
 
     def collect() -> object:
         live = {digest_of(number)[:32] for number in range(0, entries, 2)}
@@ -80,7 +80,7 @@ def measure(name: str, path: Path, entries: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--entries", type=int, default=10_000)
-    parser.add_argument("--store", type=Path, help="folder of a store that an earlier run filled")
+    parser.add_argument("--store", type=Path, help="store that was filled by an earlier run")
     parser.add_argument("--only", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.only:

@@ -1,11 +1,11 @@
-"""Check that answers match their schema, and measure the time that a schema adds.
+"""Check that answers match their schema, and measure the overhead of a schema.
 
     python benchmarks/structured_output.py --model smollm2 --prompts 500
 
-The model answers the demo's questions in block mode, each with one of 20 JSON schemas in turn. The
-package `jsonschema` validates each answer, formats included. The script measures the time to
-compile each schema and the time per token to apply it, and prints a table. A stopped run resumes
-from the answers in --output.
+The model answers the demo's questions in block mode, cycling through 20 JSON schemas. The package
+`jsonschema` validates each answer, including formats. The script measures the compile time of each
+schema and the time per token to apply it, and prints a table. An interrupted run resumes from the
+answers in --output.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ OPERAND = {"anyOf": [COUNT, {"$ref": "#/$defs/sum"}]}
 
 
 def record(required: bool = True, **properties: Any) -> dict[str, Any]:
-    """The schema of an object."""
+    """Return the schema of an object."""
     names = {"required": list(properties)} if required else {}
     return {"type": "object", "properties": properties, **names}
 
 
 def several(items: dict[str, Any], most: int = 3, least: int = 0) -> dict[str, Any]:
-    """The schema of a list."""
+    """Return the schema of a list."""
     return {"type": "array", "items": items, "minItems": least, "maxItems": most}
 
 
 def case(kind: str, **properties: Any) -> dict[str, Any]:
-    """Schema of one case of a union."""
+    """Return the schema of a case in a union."""
     return record(kind={"const": kind}, **properties)
 
 
@@ -106,7 +106,7 @@ SCHEMAS: dict[str, dict[str, Any]] = {
 
 
 class Timed:
-    """Records the seconds of calls of a method."""
+    """Wrapper that records the seconds of each call of a method."""
 
     def __init__(self, owner: type, name: str) -> None:
         self.seconds: list[float] = []
@@ -122,7 +122,7 @@ class Timed:
         setattr(owner, name, timed)
 
     def taken(self) -> list[float]:
-        """The seconds recorded since the last call."""
+        """Return the seconds recorded since the last call of ``taken``."""
         seconds, self.seconds = self.seconds, []
         return seconds
 
@@ -169,7 +169,7 @@ def main(
             "fits": False,
             "cut": answer.finish_reason == "length",
         }
-        with suppress(IncompleteAnswerError):  # The table counts these answers.
+        with suppress(IncompleteAnswerError):  # Truncated answers are counted in the table.
             value = answer.json()
             checker = Draft202012Validator.FORMAT_CHECKER
             row["parses"] = True
@@ -182,7 +182,7 @@ def main(
 
 
 def table(model: str, rows: list[dict[str, Any]]) -> str:
-    """Figures of each schema and of all schemas together, in milliseconds."""
+    """Format the results of each schema and the totals as a Markdown table, in milliseconds."""
     lines = []
     for name in [*SCHEMAS, "all"]:
         of = [row for row in rows if name in ("all", row["schema"])]

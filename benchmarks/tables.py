@@ -1,8 +1,8 @@
-"""Write the tables of docs/benchmarks.md and README from benchmarks/results/*.json.
+"""Write the tables in docs/benchmarks.md and the README from benchmarks/results/*.json.
 
     python benchmarks/tables.py
 
-Each JSON file gets a Markdown file next to it, which the documentation includes.
+For each JSON file, a Markdown file is written next to it, which the documentation includes.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A Markdown table."""
+    """Format a Markdown table."""
     lines = [f"| {' | '.join(map(str, line))} |" for line in (head, *rows)]
     return "\n".join((lines[0], "|" + "---|" * len(head), *lines[1:])) + "\n"
 
 
 def cells(name: Any, data: Mapping[str, Any]) -> Mapping[str, Sequence[str]]:
-    """The columns of a result's table; all times are medians."""
+    """Return the columns of a result's table. All times are medians."""
     rows = data["rows"]
     if name == "packing":
         return {
@@ -41,7 +41,7 @@ def cells(name: Any, data: Mapping[str, Any]) -> Mapping[str, Sequence[str]]:
 
 
 def table(name: str, data: Mapping[str, Any]) -> str:
-    """A result as a Markdown table, and a line about the machine."""
+    """Format a result as a Markdown table, followed by a line about the machine."""
     found = cells(name, data)
     lines = markdown(list(found), zip(*found.values(), strict=True))
     machine = data["machine"]

@@ -1,8 +1,8 @@
-"""Compute a request's memory in vLLM's page pool, with and without its hybrid KV cache manager.
+"""Calculate a request's memory in vLLM's page pool, with and without the hybrid KV cache manager.
 
     .venv-vllm/bin/python benchmarks/vllm_pool.py
 
-The script uses vLLM's own arithmetic, loads no model, and prints a Markdown table.
+The script uses vLLM's own functions, loads no model, and prints a Markdown table.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ POOL_GIB = 64
 
 
 class Shape(NamedTuple):
-    """Layers of a published model: the number of layers for each window, and their heads."""
+    """Layers of a published model: the number of layers per window size, and their heads."""
 
     name: str
     windowed: int
@@ -33,7 +33,7 @@ class Shape(NamedTuple):
     head_size: int
 
 
-# Entered by hand after the published files config.json, as in model_table.py.
+# Entered by hand from the published config.json files, as in model_table.py.
 SHAPES = (
     Shape("google/gemma-3-12b-it", 40, 8, 1024, 8, 256),
     Shape("openai/gpt-oss-20b", 12, 12, 128, 8, 64),
@@ -41,7 +41,7 @@ SHAPES = (
 
 
 def specs_of(shape: Shape) -> dict[str, Any]:
-    """KV cache specs of all layers, with full layers evenly between layers with windows."""
+    """Return the KV cache specs of all layers, with full layers evenly spaced among the others."""
     sizes: dict[str, Any] = {
         "block_size": 16,
         "num_kv_heads": shape.kv_heads,
@@ -66,15 +66,15 @@ def engine_config(folder: Path, tokens: int, batch: int, *, hybrid: bool) -> Vll
         max_num_batched_tokens=batch,
         disable_hybrid_kv_cache_manager=not hybrid,
     ).create_engine_config()
-    # This is the value on a CPU. It has no effect on the sizes.
+    # The value for a CPU. It does not affect the sizes.
     engine.cache_config.kv_cache_layout = "LBHNC"
     return engine
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tokens", type=int, default=32_768, help="Tokens of a request")
-    parser.add_argument("--batch", type=int, default=2_048, help="Tokens of a step")
+    parser.add_argument("--tokens", type=int, default=32_768, help="Tokens per request")
+    parser.add_argument("--batch", type=int, default=2_048, help="Tokens per step")
     options = parser.parse_args()
     print("| model | without | with | requests |\n| --- | --- | --- | --- |")
     with tempfile.TemporaryDirectory() as name:

@@ -1,14 +1,15 @@
-"""Measure memory and time to first token of a model by the type of its weights, on the CPU.
+"""Measure the memory and time to first token of a model by weight type, on the CPU.
 
     python benchmarks/weight_types.py > benchmarks/results/weight-types.json
     python benchmarks/weight_types.py 1b > benchmarks/results/weight-types-1b.json
     python benchmarks/weight_types.py 8b --dtypes nf4,int8 --repeats 1 \
         > benchmarks/results/weight-types-8b.json
 
-Each type runs in a separate process, one after the other, so that each has its own peak. A prompt
-has four passages of 128 tokens and a question. It is answered in full mode, and in block mode with
-stored passages. Default: Qwen2.5-Coder-0.5B (``benchmarks/models.py``, extras gguf and quantized).
-``1b`` and ``8b`` are Llamas with random weights in bfloat16, which are written to the user's cache.
+Types are measured one after another, each in a separate process with its own peak memory. The
+prompt has four passages of 128 tokens and a question. It is answered in full mode, and in block
+mode with stored passages. The default model is Qwen2.5-Coder-0.5B (``benchmarks/models.py``, extras
+gguf and quantized). ``1b`` and ``8b`` are Llamas with random weights in bfloat16, which are written
+to the user's cache folder.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ PASSAGES, PASSAGE_TOKENS, QUESTION_TOKENS = 4, 128, 24
 
 
 def measure(model: str, dtype: str, repeats: int) -> dict[str, Any]:
-    """Row of one type. Memory is in bytes; the peak includes files mapped into memory."""
+    """Measure one type, and return its row. Memory is in bytes; the peak includes mapped files."""
     process = psutil.Process()
     before = _own(process)
     started = time.perf_counter()
@@ -65,13 +66,13 @@ def measure(model: str, dtype: str, repeats: int) -> dict[str, Any]:
 
 
 def _own(process: psutil.Process) -> int:
-    """Memory of the process in bytes, without files mapped into memory."""
+    """Return the memory of a process in bytes, without memory-mapped files."""
     info: Any = process.memory_info()
     return int(info.rss - info.shared)
 
 
 def _text(engine: BlockAttentionEngine, tokens: int, seed: int) -> str:
-    """Text of about ``tokens`` tokens."""
+    """Return text with about ``tokens`` tokens."""
     words = [f"t{100 * seed + number % 97}" for number in range(tokens)]
     tokenizer = engine.model.tokenizer.tokenizer
     ids = tokenizer(" ".join(words), add_special_tokens=False).input_ids[:tokens]
@@ -79,7 +80,7 @@ def _text(engine: BlockAttentionEngine, tokens: int, seed: int) -> str:
 
 
 def _random_model(shape: str) -> str:
-    """Folder of a Llama with random weights."""
+    """Return the folder of a Llama with random weights, and create it if it is missing."""
     folder = CACHE.with_name("random_models") / shape
     if not folder.exists():
         model = random_llama(shape, max_tokens=4096, device="cpu", dtype="bfloat16")
@@ -98,7 +99,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()
     if options.model in SHAPES:
-        # In a process of its own, whose memory the system gets back.
+        # Run in a separate process, so that its memory is returned to the system.
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
             model = pool.submit(_random_model, options.model).result()
     else:

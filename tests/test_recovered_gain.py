@@ -31,5 +31,5 @@ def test_recovered_gain_is_the_share_of_the_gain_from_passages() -> None:
 
 def test_rows_of_other_questions_are_refused() -> None:
     scores = {name: {"a": (0.0, 0.0)} for name in ("full", "closed-book")} | {"row": {}}
-    with pytest.raises(ValueError, match="other questions"):
+    with pytest.raises(ValueError, match="different questions"):
         recovered_gain.recovered(scores, "row", 0)

@@ -1,4 +1,4 @@
-"""Run steps of the GPU campaign; ``campaign.sh`` chooses the interpreter and the folders."""
+"""Run steps of the GPU campaign. ``campaign.sh`` selects the interpreter and the folders."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from report import write_report
 
 def main(
     names: Annotated[list[str], typer.Argument(help="Commands and steps to run, or report.")],
-    out: Annotated[Path, typer.Option(help="Folder of the results.")],
-    resume: Annotated[Path | None, typer.Option(help="Folder of earlier results.")] = None,
-    minutes: Annotated[float, typer.Option(help="Start no case after this many minutes.")] = 5.0,
-    dry: Annotated[bool, typer.Option(help="Use tiny shapes on the CPU, as a test.")] = False,
+    out: Annotated[Path, typer.Option(help="Folder for the results.")],
+    resume: Annotated[Path | None, typer.Option(help="Folder with earlier results.")] = None,
+    minutes: Annotated[float, typer.Option(help="Minutes after which no case starts.")] = 5.0,
+    dry: Annotated[bool, typer.Option(help="Test with tiny shapes on the CPU.")] = False,
 ) -> None:
-    """Measure steps of the campaign, and write the report of all finished steps."""
-    # The warning about missing block fine-tuning does not matter for random weights.
+    """Run steps of the campaign, and write the report of all finished steps."""
+    # The warning about missing block fine-tuning is irrelevant for random weights.
     logging.getLogger("blockattn_rag").setLevel(logging.ERROR)
     chosen = [step for name in names for step in COMMANDS.get(name, (name,)) if step != "report"]
     if unknown := set(chosen) - set(STEPS):

@@ -1,26 +1,25 @@
 #!/usr/bin/env bash
-# Measure the package on one NVIDIA GPU: correctness, times against limits, and a profile.
+# Measure the package on an NVIDIA GPU: correctness, times relative to limits, and a profile.
 #
-#   benchmarks/gpu/campaign.sh wheels             # on a machine with network: collect missing packages
-#   benchmarks/gpu/campaign.sh setup first        # on the GPU machine, which may have none
-#   benchmarks/gpu/campaign.sh setup second       # at any later time, on an equal machine
+#   benchmarks/gpu/campaign.sh wheels             # on a machine with network: download packages
+#   benchmarks/gpu/campaign.sh setup first        # on the GPU machine, which may be offline
+#   benchmarks/gpu/campaign.sh setup second       # at any later time, on an identical machine
 #   DRY=1 benchmarks/gpu/campaign.sh first second # tiny shapes on the CPU, to test the campaign
 #
-# `first` runs the steps correctness and first_token, `second` runs graphs, kernel_times, profiling,
-# shared_prompt and transfer; each takes at most six minutes with MINUTES=5. Steps can also be
-# named one by one; `report` only writes the report. No measurement starts after MINUTES, and a
-# command continues where it stopped when it is run again. Results are $OUT/STEP.jsonl and
-# $OUT/report.md.
+# `first` runs the steps correctness and first_token; `second` runs graphs, kernel_times, profiling,
+# shared_prompt and transfer. Each takes at most six minutes with MINUTES=5. You can also run steps
+# by name; `report` only writes the report. No measurement starts after MINUTES. To resume, run the
+# same command again. Results are $OUT/STEP.jsonl and $OUT/report.md.
 #
-#   OUT             folder of the results (benchmarks/results/gpu)
-#   RESUME          folder of earlier results; what they have is not measured again
-#   MINUTES         of each command, set-up excluded (5)
+#   OUT             folder for the results (benchmarks/results/gpu)
+#   RESUME          folder with earlier results, which are not measured again
+#   MINUTES         time limit per command, without setup (5)
 #   PYTHON          interpreter that has torch with CUDA (python3)
-#   PACKAGES        what `wheels` collects, in the versions of constraints.txt (transformers,
-#                   pydantic and what they need)
-#   PYTHON_VERSION  of the GPU machine (3.12)
-#   PLATFORMS       of the GPU machine (manylinux on x86-64)
-#   WHEELS          folder of the wheels (.cache/gpu/wheels); `setup` installs all that are there
+#   PACKAGES        packages to download, in the versions of constraints.txt (transformers, pydantic
+#                   and their dependencies)
+#   PYTHON_VERSION  Python version of the GPU machine (3.12)
+#   PLATFORMS       platforms of the GPU machine (manylinux on x86-64)
+#   WHEELS          folder for the wheels (.cache/gpu/wheels); `setup` installs all of them
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
@@ -31,9 +30,9 @@ SITE=$PWD/.cache/gpu/site
 MOST_MIB=64
 
 export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 PYTHONUNBUFFERED=1
-# Contexts of very different lengths follow one another, which fragments a fixed pool.
+# Consecutive contexts have very different lengths, which would fragment a fixed memory pool.
 export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-expandable_segments:True}
-# The working tree comes first, so that its code is measured; then the wheels, where they exist.
+# Put the working tree first, so that its code is measured, then the installed wheels, if any.
 export PYTHONPATH="$PWD:$SITE${PYTHONPATH:+:$PYTHONPATH}"
 
 fail() {
@@ -65,7 +64,7 @@ setup() {
     "$PYTHON" -m pip install --quiet --no-index --no-deps --no-compile --upgrade --target "$SITE" \
       "$WHEELS"/*.whl
   fi
-  "$PYTHON" benchmarks/gpu/requirements.py || fail "add what is missing to PACKAGES, run \`wheels\`"
+  "$PYTHON" benchmarks/gpu/requirements.py || fail "add the missing packages to PACKAGES and run \`wheels\`"
   if command -v nvidia-smi > /dev/null; then nvidia-smi; fi
 }
 

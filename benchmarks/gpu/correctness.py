@@ -1,18 +1,18 @@
 """Compare block mode on this device with a float64 oracle, for small random models.
 
-The first cases compare the rotation of keys on this device with float64. Each further case is one
-model: a head size, a ratio of query heads to key-value heads, and a dtype; or a miniature
-with sliding windows, soft caps, attention sinks, shared, latent or state layers. Contexts have
-blocks of 1 to 8,192 tokens. The oracle is one dense forward pass with the block mask and the same
-weights in float64. The permitted error of a path is four times the rounding error of that forward
-pass in the model's own type, but at least 1e-4. Errors are relative to the largest logit.
+The first cases compare the rotation of keys on this device with float64. Every other case is a
+model: either a combination of head size, ratio of query heads to key-value heads, and dtype, or a
+miniature model with sliding windows, soft caps, attention sinks, shared, latent or state layers.
+Contexts have blocks of 1 to 8,192 tokens. The oracle is a dense forward pass with the block mask
+and the same weights in float64. The tolerance of a path is four times the rounding error of this
+forward pass in the model's dtype, but at least 1e-4. Errors are relative to the largest logit.
 
-For recomputation, the recomputed tokens follow the context once more in the oracle's forward pass.
-The oracle uses the tokens that the model chose, because rounding can decide the choice. Miniatures
-recompute all tokens, which gives the logits of full attention.
+For recomputation, the oracle's forward pass contains the recomputed tokens again, after the
+context. The oracle uses the tokens that the model selected, because rounding can change the
+selection. Miniatures recompute all tokens, which gives the logits of full attention.
 
 Answers are compared token by token, because rounding can decide near ties. The score of a greedy
-token may be lower than the oracle's best by twice the permitted error of the logits.
+token may be lower than the oracle's best score by up to twice the tolerance of the logits.
 """
 
 from __future__ import annotations
@@ -49,38 +49,38 @@ KINDS: Mapping[str, tuple[str, Mapping[str, Any], Sequence[str]]] = {
     "shared layers": ("gemma3n_text", {}, ("bfloat16", "float32")),
     "states": ("qwen3_5_text", {}, ("bfloat16", "float32")),
     "convolutions": ("lfm2", {"layer_types": ["conv", "full_attention"] * 16}, ("float32",)),
-    # Rounding to 16 bits could decide which experts compute a token.
+    # Rounding to 16 bits could change which experts process a token.
     "sinks": ("gpt_oss", {}, ("float32",)),
     "latent": ("deepseek_v3", {}, ("float32",)),
 }
-"""Families of miniatures by kind, with values of their configs, and their dtypes."""
+"""Miniature models by kind: family, config values and dtypes."""
 
 ROTATIONS: Sequence[tuple[int, int]] = ((64, 64), (128, 128), (96, 48))
-"""Head sizes, and how many of their dimensions rotate."""
+"""Head sizes, and the number of rotated dimensions."""
 
 ROTATED_TOKENS = (16, 17, 4096)
 
 INT8_ERROR = 0.05
-"""Relative error of the logits that is additionally permitted for keys and values in 8 bits."""
+"""Additional tolerance of the logits for keys and values in 8 bits, as a relative error."""
 
 ROUNDING = 4
-"""Permitted error of a path, in multiples of the dense forward pass's error in the same type."""
+"""Tolerance of a path, in multiples of the dense forward pass's error in the same dtype."""
 
 PATHS: Mapping[str, Mapping[str, Any]] = {
     "relay": {"assembly": "relay"},
     "copy": {"assembly": "copy"},
     "int8": {"assembly": "relay", "kv_dtype": "int8"},
 }
-"""Engine options, by name of the path."""
+"""Engine options, by path name."""
 
 GREEDY: Mapping[str, Any] = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
 
 
 class Sizes(NamedTuple):
-    """Sizes of the cases: one model per head size, ratio and type, and one prompt per context."""
+    """Sizes of the cases: one model per head size, ratio and dtype, and one prompt per context."""
 
-    head_sizes: Sequence[int] = (128, 64, 80, 96, 256)  # The sizes in SHAPES come first.
-    ratios: Sequence[int] = (4, 1, 8, 2)  # LARGE_RATIO comes first, in case time runs out.
+    head_sizes: Sequence[int] = (128, 64, 80, 96, 256)  # the sizes in SHAPES first
+    ratios: Sequence[int] = (4, 1, 8, 2)  # LARGE_RATIO first, in case time runs out
     dtypes: Sequence[str] = ("bfloat16", "float32", "float16")
     contexts: Mapping[str, Sequence[int]] = {
         "tiny": (1, 1, 2, 3, 7, 1),
@@ -88,11 +88,11 @@ class Sizes(NamedTuple):
         "large": (8192, 1024, 1),
     }
     recomputed: Sequence[tuple[int, int]] = ((128, 4), (64, 8))
-    """Head sizes and ratios of the models that recompute tokens. The last has one key head."""
+    """Head sizes and ratios of the models that recompute tokens. The last one has one key head."""
 
     turns: Sequence[int] = (1, 16, 33, 70, 300, 512, 600, 1, 500, 600, 1)
-    """Tokens of the forwards over one cache: one of each captured length, and more than the room
-    for new tokens."""
+    """Numbers of tokens in consecutive forward passes with one cache: every captured length, and
+    more than the space for new tokens."""
 
 
 DRY = Sizes((16,), (4,), ("bfloat16", "float32"), {"mixed": (16, 1, 7)}, ((16, 8),), (3, 1, 5))
@@ -100,11 +100,11 @@ SHARES = (0.1, 0.5, 1.0)
 """Shares of the tokens to recompute."""
 
 LARGE, LARGE_RATIO = "large", 4
-"""Context that is measured with one ratio and without recipes, because its oracle takes seconds."""
+"""Context that is measured with one ratio and without recipes, because its oracle is slow."""
 
 
 def cases(campaign: Campaign) -> Iterator[Case]:
-    """The cases of the step, in order of importance."""
+    """Yield the cases of the step, in order of importance."""
     sizes = DRY if campaign.dry else Sizes()
     mixed = sizes.contexts["mixed"]
     runs: dict[str, Callable[[], Iterator[Record]]] = {}
@@ -136,14 +136,14 @@ def _judged(compared: Callable[[], Iterator[Record]]) -> Record:
 
 
 def rotations(campaign: Campaign, pairing: Pairing, dtype: str) -> Iterator[Record]:
-    """One row per shape and type of the keys: the error of ``rotate_into`` on this device."""
+    """Yield the error of ``rotate_into`` on this device for each shape and dtype of the keys."""
     kind, device = floating_type(dtype), campaign.device
     generator = torch.Generator().manual_seed(0)
     for (size, rotary), tokens in itertools.product(ROTATIONS, ROTATED_TOKENS):
         layout = RotaryLayout(1 / torch.arange(1.0, rotary / 2 + 1), pairing)
         cos, sin = layout.cos_sin(7 * torch.arange(tokens), device)
         drawn = torch.randn(3, tokens, size, generator=generator)
-        for states in {kind, torch.float32}:  # Keys of int8 blocks are in float32.
+        for states in {kind, torch.float32}:  # Keys of int8 blocks are dequantized to float32.
             keys = drawn.to(device, states)
             out = torch.empty_like(keys, dtype=kind)
             rotate_into(out, keys, cos, sin, layout)
@@ -158,8 +158,8 @@ def rotations(campaign: Campaign, pairing: Pairing, dtype: str) -> Iterator[Reco
 
 
 def of_kind(campaign: Campaign, kind: str, dtype: str, lengths: Sequence[int]) -> Iterator[Record]:
-    """Rows of ``compare`` for a miniature, and rows of recomputing all tokens if it supports
-    this."""
+    """Yield the rows of ``compare`` for a miniature, and, if it supports recomputation, rows with
+    all tokens recomputed."""
     family, settings, _ = KINDS[kind]
     hf_model: Any = miniature(AutoConfig.for_model(family, **settings))
     exact_model = copy.deepcopy(hf_model).to(campaign.device).double()
@@ -185,9 +185,9 @@ def of_kind(campaign: Campaign, kind: str, dtype: str, lengths: Sequence[int]) -
 def compare(
     campaign: Campaign, size: int, ratio: int, dtype: str, contexts: Mapping[str, Sequence[int]]
 ) -> Iterator[Record]:
-    """One row per context, recipe and path, with ``error`` and ``budget`` of the logits or of the
-    chosen tokens."""
-    longest = sum(max(contexts.values(), key=sum))  # A prompt of the batch has one block twice.
+    """Yield a row per context, recipe and path, with ``error`` and ``budget`` of the logits or of
+    the greedy tokens."""
+    longest = sum(max(contexts.values(), key=sum))  # One prompt in the batch repeats a block.
     most = 2 * longest + FINAL_TOKENS + NEW_TOKENS + 1
     hf_model = random_model(size, HEADS // ratio, most, floating_type(dtype)).to(campaign.device)
     exact = block_model(copy.deepcopy(hf_model).double())
@@ -210,7 +210,7 @@ def compare(
 def in_turns(
     campaign: Campaign, size: int, ratio: int, dtype: str, sizes: Sizes
 ) -> Iterator[Record]:
-    """One row per path: the largest error of the logits after several forward passes over one
+    """Yield a row per path with the largest error of the logits in several forward passes with one
     cache, which a GPU replays as graphs."""
     lengths = sizes.contexts["mixed"]
     most = sum(lengths) + sum(sizes.turns)
@@ -240,7 +240,7 @@ def in_turns(
 def recomputed(
     campaign: Campaign, size: int, ratio: int, dtype: str, lengths: Sequence[int]
 ) -> Iterator[Record]:
-    """One row per share and path, with ``error`` and ``budget`` of the logits after the prompt."""
+    """Yield a row per share and path, with ``error`` and ``budget`` of the logits."""
     most = sum(lengths) + FINAL_TOKENS + NEW_TOKENS
     hf_model = random_model(size, HEADS // ratio, most, floating_type(dtype)).to(campaign.device)
     exact = copy.deepcopy(hf_model).double()
@@ -258,8 +258,8 @@ def recomputed(
         )
         rounding = relative_error(rounded, expected)
         for path in ("relay", "copy"):
-            # Choose without an engine, which may encode blocks in other batches and choose other
-            # tokens.
+            # Select the tokens without an engine, because an engine may batch blocks differently
+            # and therefore select different tokens.
             cache = model.cache_for(changed, assembly=path)
             found = model.answer_logits(changed.token_ids, ids.final, answer, cache)
             yield {
@@ -275,9 +275,9 @@ def recomputed(
 def recomputed_logits(
     hf_model: Any, blocks: Sequence[Sequence[int]], chosen: Sequence[int]
 ) -> Tensor:
-    """Logits ``[final tokens, vocab]`` of one dense forward pass with recomputed tokens.
+    """Return the logits ``[final tokens, vocab]`` of a dense forward pass with recomputed tokens.
 
-    The pass computes the context in block mode, the chosen tokens again with full attention, and
+    The pass computes the context in block mode, the selected tokens again with full attention, and
     the final block, which attends to the recomputed tokens."""
     *context, final = blocks
     tokens = [token for ids in context for token in ids]
@@ -305,8 +305,8 @@ class Judge:
     """Compares engines with the oracle for one prompt and recipe.
 
     Args:
-        model: The model that the engines run.
-        exact: The same weights in float64.
+        model: The model of the engines.
+        exact: The same model in float64.
         prompt: The prompt.
         recipe: The recipe.
     """
@@ -324,10 +324,9 @@ class Judge:
     def logits(
         self, engine: BlockAttentionEngine, extra: float, prompt: BlockPrompt | None = None
     ) -> Record:
-        """Compare the logits of a given answer, first with computed blocks, then with reused
-        blocks.
+        """Compare the logits of a given answer, first with computed, then with reused blocks.
 
-        ``prompt``: Prompt with other blocks of the same tokens. Default: the oracle's prompt.
+        ``prompt``: The same tokens, split into different blocks. Default: the oracle's prompt.
         """
         errors = []
         for _ in range(2):
@@ -336,8 +335,8 @@ class Judge:
         return self._row(max(errors), extra)
 
     def batch(self, engine: BlockAttentionEngine, extra: float) -> Record:
-        """Compare greedy answers to the prompt, to a prompt with its blocks reversed, and to a
-        prompt with one block twice."""
+        """Compare the greedy answers to a batch: the prompt, the prompt with reversed blocks, and
+        the prompt with a repeated block."""
         blocks, final = self.prompt.context, self.prompt.final
         orders = [blocks, blocks[::-1], (blocks[-1], blocks[-1])]
         prompts = [BlockPrompt(order, final) for order in orders]
@@ -353,14 +352,14 @@ class Judge:
 
 
 def shortfall(logits: Tensor, tokens: Sequence[int]) -> float:
-    """Largest difference between the best score and that of the chosen token, relative to the
-    largest logit. ``logits``: ``[len(tokens), vocab]``."""
+    """Return the largest difference between the best score and that of the generated token,
+    relative to the largest logit. ``logits``: ``[len(tokens), vocab]``."""
     chosen = logits.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0]
     return float((logits.max(dim=1).values - chosen).max() / logits.abs().max())
 
 
 def random_model(size: int, kv_heads: int, max_tokens: int, dtype: torch.dtype) -> Any:
-    """A Llama of two layers, with weights so large that attention is far from uniform."""
+    """Create a two-layer Llama with weights that are large enough for non-uniform attention."""
     make: Any = LlamaConfig
     config = make(
         vocab_size=VOCABULARY,
@@ -399,7 +398,7 @@ def prompt_of(lengths: Sequence[int], vocabulary: int = VOCABULARY) -> BlockProm
 
 
 def adapted(model: BlockModel) -> Recipe:
-    """A recipe with a sink and a random adapter."""
+    """Return a recipe with a sink and a random adapter."""
     generator = torch.Generator().manual_seed(3)
     layers = []
     for keys, values in model.profile.layer_outlines:

@@ -2,10 +2,10 @@
 
 python benchmarks/gpu/expected.py > benchmarks/results/gpu/expected.md
 
-A time is the longer of two quotients: bytes read and written divided by the bandwidth, and
-operations divided by their rate. ``first_token`` measured the device's rates; the rates of
-transfers are the defaults of ``blockattn-rag plan``. Launches, attention scores and the host's work
-are left out, so real times can only be longer.
+An expected time is the larger of two quotients: bytes read and written divided by the bandwidth,
+and operations divided by the compute rate. The device's rates were measured by ``first_token``;
+transfer rates are the defaults of ``blockattn-rag plan``. Kernel launches, attention scores and
+host work are ignored, so real times can only be longer.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ RESULTS = Path(__file__).parents[1] / "results" / "gpu"
 
 
 class Expected(NamedTuple):
-    """An expected and a measured time, in seconds."""
+    """An expected and a measured time in seconds."""
 
     shape: str
     context: int
@@ -40,7 +40,7 @@ class Expected(NamedTuple):
 
 
 def expectations(results: Mapping[str, Record]) -> Iterator[Expected]:
-    """Expected times for all shapes and contexts of the campaign.
+    """Yield the expected times for all shapes and contexts of the campaign.
 
     Args:
         results: Results of ``first_token``, by case.
@@ -62,7 +62,7 @@ def expectations(results: Mapping[str, Record]) -> Iterator[Expected]:
                 limit = path_limit_s(config, weights, token, ceilings, path, length)
                 found = measured(length, "forward", f"{path}_s")
                 yield Expected(shape, length, f"first token, {path}", limit, found)
-            # Recomputed tokens attend to half of the context on average.
+            # On average, recomputed tokens attend to half of the context.
             new = int(RECOMPUTE * length) + QUESTION_TOKENS
             flops_s = prefill_flops(config, new, (length - new) // 2) / ceilings.flops_per_s
             read_s = (weights + length * token) / ceilings.bytes_per_s

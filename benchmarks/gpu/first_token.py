@@ -1,21 +1,21 @@
 """Measure time to first token, time per token and memory, and compare with the device's limits.
 
 The models are Llama shapes with random weights in bfloat16. The question has 50 tokens, and keys
-and values are on the device. There are four paths: ``full`` prefills everything, ``copy`` joins
-blocks with re-encoded positions, ``relay`` attends to blocks in place, and ``floor`` computes only
-the question. These cases are measured for each shape and context:
+and values are on the device. There are four paths: ``full`` prefills everything, ``copy``
+concatenates blocks and re-encodes their positions, ``relay`` attends to blocks in place, and
+``floor`` computes only the question. These cases are measured for each shape and context:
 
-* ``request``: the engine's time to first token on the host's clock, including tokenizing.
+* ``request``: the engine's time to first token in wall-clock time, including tokenization.
 * ``recompute``: the time to first token with a tenth of the tokens recomputed for the question (the
   larger shape, up to 32,768 tokens), compared with full mode and block mode.
 * ``forward``: placing the blocks and the forward pass of the question, timed with CUDA events.
-* ``decode``: the time of each token after the first.
-* ``memory``: the peak of the bytes that a request allocates.
+* ``decode``: the time per token after the first.
+* ``memory``: the peak memory that a request allocates.
 
 The limit of a time is the larger of two quotients: bytes read and written divided by the device's
-bandwidth, and operations divided by its rate (``harness.Ceilings``, measured in the same process).
-The bytes are those of weights, keys and values. Relay reads each once; copy reads, writes and
-rereads keys and values.
+bandwidth, and operations divided by its compute rate (``harness.Ceilings``, measured in the same
+process). The bytes are those of weights, keys and values. Relay reads each once; copy reads, writes
+and rereads keys and values.
 """
 
 from __future__ import annotations
@@ -42,25 +42,25 @@ SHAPES: Sequence[str] = ("8b", "1b")
 LENGTHS: Sequence[int] = (32_768, 4_096, 131_072)
 BLOCK_TOKENS, QUESTION_TOKENS, NEW_TOKENS = 512, 50, 32
 OTHER_BLOCKS: Sequence[int] = (128, 2_048, 8_192)
-"""Further block sizes, measured at the first length. Relay joins blocks below a size that is a
-constant of ``blockattn_rag.attention``; these figures show whether the constant is right."""
+"""Additional block sizes, measured at the first length. Relay concatenates blocks below a size that
+is a constant in ``blockattn_rag.attention``; these results show whether the constant is optimal."""
 
 TRAFFIC: Mapping[str, int] = {"full": 0, "copy": 3, "relay": 1, "floor": 0}
-"""Number of times that a path reads or writes the keys and values of the context."""
+"""How often each path reads or writes the keys and values of the context."""
 
 RECOMPUTE = 0.1
-"""Share of the tokens that is recomputed in the case ``recompute``."""
+"""Share of the tokens that are recomputed in the ``recompute`` case."""
 
 PATHS = ("full", "copy", "relay")
 REUSING = ("copy", "relay")
 
 
 def cases(campaign: Campaign) -> Iterator[Case]:
-    """The cases of the step, in order of importance."""
+    """Yield the cases of the step, in order of importance."""
     shapes, lengths, others = SHAPES, LENGTHS, OTHER_BLOCKS
     if campaign.dry:
         shapes, lengths, others = ("tiny",), (64,), (16,)
-    # The longest contexts come last, because they take longest.
+    # Measure the longest contexts last, because they take the most time.
     *_, longest = LENGTHS
     order = sorted(itertools.product(shapes, lengths), key=lambda one: one[1] == longest)
     for shape, length in order:
@@ -72,7 +72,7 @@ def cases(campaign: Campaign) -> Iterator[Case]:
             "recompute": partial(recomputed, campaign, length=length, block=block),
             "decode": partial(decode, campaign, length=length, block=block),
             "memory": partial(memory, campaign, length=length, block=block),
-            # The other paths may fit in memory where a full prefill does not.
+            # The other paths may fit in memory even if a full prefill does not.
             "forward, reuse": partial(forward, campaign, length=length, block=block, paths=REUSING),
         }
         if length != max(lengths):
@@ -89,11 +89,11 @@ def cases(campaign: Campaign) -> Iterator[Case]:
 
 
 def _on_model(run: Callable[[BlockModel], Record], model: Callable[[], BlockModel]) -> Record:
-    return run(model())  # The prompt is created when the case runs, not when cases are listed.
+    return run(model())  # Create the prompt only when the case runs, not when cases are listed.
 
 
 def request(campaign: Campaign, model: BlockModel, *, length: int, block: int) -> Record:
-    """The case ``request``: ``<path>_s`` of each path, and ``relay_over_copy``."""
+    """Measure the case ``request``: ``<path>_s`` for each path, and ``relay_over_copy``."""
     engine = campaign.engine(model)
     (row,) = measure_ttft(
         engine,
@@ -106,11 +106,11 @@ def request(campaign: Campaign, model: BlockModel, *, length: int, block: int) -
 
 
 def recomputed(campaign: Campaign, model: BlockModel, *, length: int, block: int) -> Record:
-    """The case ``recompute``: ``<way>_s`` of full mode, block mode and recomputation, and
+    """Measure the case ``recompute``: ``<way>_s`` for full mode, block mode and recomputation, and
     ``full_over_recompute``."""
     engine = campaign.engine(model)
     prompt = random_prompt(length, block, QUESTION_TOKENS, model.config.vocab_size)
-    engine.generate(prompt, max_new_tokens=1)  # This stores the blocks.
+    engine.generate(prompt, max_new_tokens=1)  # Store the blocks.
 
     def ttft_s(**options: Any) -> float:
         answer = engine.generate(prompt, max_new_tokens=1, do_sample=False, **options)
@@ -134,7 +134,7 @@ def forward(
     block: int,
     paths: Sequence[str] = PATHS,
 ) -> Record:
-    """The case ``forward``: ``<path>_s`` and ``<path>_limit_s``."""
+    """Measure the case ``forward``: ``<path>_s`` and ``<path>_limit_s``."""
     prompt = Prompt.drawn(model, length, block)
     ways = {
         path: partial(elapsed_s, partial(prompt.answer, model, path), model.device)
@@ -148,7 +148,7 @@ def forward(
 
 
 def repeats(campaign: Campaign, length: int) -> int:
-    """Number of repeats: fewer for the longest context, because its full prefill takes longest."""
+    """Return the number of runs, which is lower for the longest context to save time."""
     return min(campaign.repeats, 2) if length == max(LENGTHS) else campaign.repeats
 
 
@@ -156,7 +156,7 @@ class Prompt(NamedTuple):
     """A prompt of random tokens.
 
     Args:
-        context: The prompt's blocks, encoded and placed.
+        context: The prompt's blocks, encoded and placed at their positions.
         question: Token ids of the final block, ``[1, n]``.
         everything: Token ids of the complete prompt, ``[1, n]``.
     """
@@ -175,7 +175,7 @@ class Prompt(NamedTuple):
         )
 
     def answer(self, model: BlockModel, path: str) -> Tensor:
-        """The logits after the prompt, computed on a path."""
+        """Return the logits after the prompt, computed on a path."""
         if path == "full":
             return model.next_logits(self.everything)
         if path == "floor":
@@ -185,7 +185,7 @@ class Prompt(NamedTuple):
 
 
 def decode(campaign: Campaign, model: BlockModel, *, length: int, block: int) -> Record:
-    """The case ``decode``: ``<path>_s``, ``<path>_tokens_per_s``, and ``limit_s`` of all paths."""
+    """Measure the case ``decode``: ``<path>_s``, ``<path>_tokens_per_s``, and ``limit_s``."""
     (row,) = measure_decode(
         campaign.engine(model),
         [length],
@@ -201,7 +201,7 @@ def decode(campaign: Campaign, model: BlockModel, *, length: int, block: int) ->
 
 
 def memory(campaign: Campaign, model: BlockModel, *, length: int, block: int) -> Record:
-    """The case ``memory``: ``<path>_peak_bytes``, ``stored_bytes`` and ``weight_bytes``."""
+    """Measure the case ``memory``: ``<path>_peak_bytes``, ``stored_bytes`` and ``weight_bytes``."""
     (row,) = measure_memory(
         campaign.engine(model), [length], block_tokens=block, question_tokens=QUESTION_TOKENS
     )
@@ -215,7 +215,7 @@ def limit_s(
     length: int,
     question_tokens: int = QUESTION_TOKENS,
 ) -> float:
-    """Lower bound of the seconds to the first token."""
+    """Return a lower bound of the time to first token in seconds."""
     sizes = weight_bytes(model), model.bytes_per_token
     return path_limit_s(model.config, *sizes, ceilings, path, length, question_tokens)
 
@@ -229,8 +229,8 @@ def path_limit_s(
     length: int,
     question_tokens: int = QUESTION_TOKENS,
 ) -> float:
-    """``limit_s`` from a model's config, the bytes of its weights, and the bytes of a token's
-    KV."""
+    """Return ``limit_s`` for a model's config, the size of its weights, and its bytes of keys and
+    values per token."""
     moved = weight_bytes + TRAFFIC[path] * length * token_bytes
     new, cached = question_tokens, length if path in REUSING else 0
     new += length if path == "full" else 0
@@ -239,7 +239,7 @@ def path_limit_s(
 
 
 def weight_bytes(model: BlockModel) -> int:
-    """Bytes of the weights that every forward pass reads: all except the input embeddings."""
+    """Return the bytes of weights that every forward pass reads: all but the input embeddings."""
     table: Tensor = model.hf_model.get_input_embeddings().weight
     total: int = sum(one.nbytes for one in model.hf_model.parameters())
     return total - table.nbytes

@@ -1,7 +1,8 @@
-"""Measure forward passes on the relay path as CUDA graphs and as single launches.
+"""Measure forward passes on the relay path, as CUDA graphs and with separate kernel launches.
 
-The same tokens follow the same context. One token is a step of decoding; 50 tokens are a question.
-The limit is computed as in ``first_token``. Without graphs, both times are times of launches.
+Both compute the same tokens after the same context: one token, as in a decoding step, or 50 tokens,
+as in a question. The limit is calculated as in ``first_token``. If the model has no graphs, both
+times are those of separate launches.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from harness import Campaign, Case, Record, elapsed_s, random_ids
 from measuring import in_turns
 
 TOKENS = (50, 1, 512)
-"""Tokens of the forward passes."""
+"""Numbers of tokens in the forward passes."""
 
 
 def cases(campaign: Campaign) -> Iterator[Case]:
@@ -28,7 +29,7 @@ def cases(campaign: Campaign) -> Iterator[Case]:
 
 
 def replayed(campaign: Campaign, shape: str, length: int, tokens: int) -> Record:
-    """``graphs_s`` and ``launches_s`` of a forward pass, ``limit_s``, and ``has_graphs``."""
+    """Measure ``graphs_s``, ``launches_s``, ``limit_s`` and ``has_graphs`` of a forward pass."""
     model = campaign.model(shape, max(LENGTHS) + 1024)
     context = Prompt.drawn(model, length, min(BLOCK_TOKENS, length // 2)).context
     ids = torch.tensor(random_ids([tokens], model.config.vocab_size))
@@ -38,11 +39,11 @@ def replayed(campaign: Campaign, shape: str, length: int, tokens: int) -> Record
         if runner is not None:
             runner.captures = captures
         cache = model.cache_for(context, assembly="relay")
-        model.next_logits(ids[:, :1], cache)  # This loads the context's tables.
+        model.next_logits(ids[:, :1], cache)  # Load the tables of the context.
         return elapsed_s(partial(model.next_logits, ids, cache), model.device)
 
     ways = {"launches": partial(forward_s, False), "graphs": partial(forward_s, True)}
     row = in_turns(ways, campaign.repeats)
     limit = limit_s(model, campaign.ceilings, "relay", length, tokens)
-    # A failed capture turns graphs off.
+    # If the capture failed, graphs are disabled.
     return row | {"limit_s": limit, "has_graphs": runner is not None and runner.captures}

@@ -1,8 +1,8 @@
-"""Shared parts of the GPU campaign's steps: cases and their records, engines, and device timing.
+"""Shared code of the GPU campaign's steps: cases and their records, engines, and device timing.
 
-A command runs one or more steps, and a step is a list of cases. Each finished case is written
-immediately as one JSON line of ``<out>/<step>.jsonl``, so a killed command continues where it
-stopped. A record is::
+A command runs one or more steps, and a step is a list of cases. Each finished case is immediately
+appended to ``<out>/<step>.jsonl`` as a JSON line, so an interrupted command can resume. A record
+has this form::
 
     {"case": "8b/32768/forward", "machine": {...}, "dry": false, "seconds": 12.3,
      "result": {...}}             # or "out_of_memory": "...", or "error": "Traceback ..."
@@ -41,11 +41,11 @@ COMMANDS = {
 STEPS = tuple(step for steps in COMMANDS.values() for step in steps)
 
 DONE, FAILED, UNFINISHED = 0, 1, 3
-"""Exit statuses of a step. ``UNFINISHED``: time ran out; run the step again."""
+"""Exit statuses of a step. ``UNFINISHED``: the time is up; run the step again."""
 
 
 class Case(NamedTuple):
-    """One measurement. ``measure`` returns a JSON object; if its key ``passed`` is False, the case
+    """A measurement. ``measure`` returns a JSON object. If its ``passed`` field is False, the case
     failed."""
 
     name: str
@@ -53,7 +53,8 @@ class Case(NamedTuple):
 
 
 class Ceilings(NamedTuple):
-    """Peak rates of the device: bytes and 16-bit floating-point operations per second."""
+    """Peak rates of the device: memory bandwidth in bytes per second, and 16-bit operations per
+    second."""
 
     bytes_per_s: float
     flops_per_s: float
@@ -64,9 +65,9 @@ class Campaign:
     """Settings of one run.
 
     Args:
-        out: Folder of the records.
-        resume: Folder of an earlier run's records. Finished cases are taken from it.
-        dry: Whether to use tiny shapes, on the CPU, to test the campaign itself.
+        out: Folder for the records.
+        resume: Folder with the records of an earlier run, whose finished cases are reused.
+        dry: Whether to test the campaign with tiny shapes on the CPU.
     """
 
     out: Path
@@ -80,7 +81,7 @@ class Campaign:
         """Device of the models.
 
         Raises:
-            RuntimeError: There is no GPU, and this is not a dry run.
+            RuntimeError: No GPU was found, and this is not a dry run.
         """
         if self.dry:
             return torch.device("cpu")
@@ -93,7 +94,7 @@ class Campaign:
         return 1 if self.dry else 5
 
     def model(self, shape: str, max_tokens: int) -> BlockModel:
-        """A model with random weights. Only the last model is kept in memory."""
+        """Return a model with random weights. Only the last model is kept in memory."""
         shape, dtype = ("tiny", "float32") if self.dry else (shape, "bfloat16")
         if self._model is None or self._model[0] != shape:
             self._model = None
@@ -108,15 +109,15 @@ class Campaign:
     def engine(
         self, model: BlockModel, *, store: KVStore | None = None, **options: Any
     ) -> BlockAttentionEngine:
-        """An engine over a store. Default: a new store on the device. Repeated questions are
-        recomputed."""
+        """Return an engine that recomputes repeated questions. Default store: a new one on the
+        device."""
         store = MemoryStore(1 << 40) if store is None else store
         options.setdefault("recipe", "none")
         return BlockAttentionEngine(model, store, resident_bytes=0, **options)
 
     @cached_property
     def ceilings(self) -> Ceilings:
-        """Peak rates, measured with a copy and with a product of square matrices."""
+        """Peak rates, measured with a copy and a product of square matrices."""
         size, side = (1 << 20, 64) if self.dry else (1 << 32, 8192)
         source = torch.randint(255, (size,), dtype=torch.uint8, device=self.device)
         target = torch.empty_like(source)
@@ -127,9 +128,9 @@ class Campaign:
         return Ceilings(2 * size / copy_s, 2 * side**3 / product_s)
 
     def run_all(self, steps: Mapping[str, Callable[[], Iterable[Case]]], minutes: float) -> int:
-        """Measure the cases of several steps; returns the exit status.
+        """Measure the cases of several steps, and return the exit status.
 
-        Each step can use its share of the time, and the time that earlier steps left. Unfinished
+        Each step can use its share of the time, and the time left over by earlier steps. Unfinished
         steps then share the remaining time.
         """
         statuses = {}
@@ -141,11 +142,11 @@ class Campaign:
         return max(statuses.values(), default=DONE)
 
     def run(self, step: str, cases: Iterable[Case], minutes: float) -> int:
-        """Measure the cases of a step that have no record yet; returns the exit status.
+        """Measure the cases of a step that have no record yet, and return the exit status.
 
-        No case starts later than ``minutes`` after the campaign. Running out of memory is a result.
-        After any other error, the step records it and continues, unless the GPU has become
-        unusable.
+        No case starts later than ``minutes`` after the start of the campaign. Running out of memory
+        counts as a result. Any other error is recorded, and the step continues unless the GPU has
+        become unusable.
         """
         here = json.loads(json.dumps(machine(self.device)))
         self.out.mkdir(parents=True, exist_ok=True)
@@ -154,7 +155,7 @@ class Campaign:
         known = {case: one for case, one in earlier.items() if is_finished(one)}
         file.write_text("".join(json.dumps(one) + "\n" for one in earlier.values()), "utf-8")
         status = DONE
-        # Failed cases are repeated last: they may stop the step again.
+        # Repeat failed cases last, because they may stop the step again.
         for case in sorted(cases, key=lambda case: case.name in earlier and case.name not in known):
             if case.name in known:
                 continue
@@ -174,8 +175,8 @@ class Campaign:
         return status
 
     def _earlier(self, step: str, here: Record) -> dict[str, Record]:
-        """Earlier records of this machine, by case. Finished cases take precedence over failures,
-        which are measured again."""
+        """Return the earlier records of this machine, by case. Finished cases take precedence over
+        failures, which are measured again."""
         folders = [folder for folder in (self.resume, self.out) if folder]
         records = [one for folder in folders for one in read_records(folder, step)]
         same = [one for one in records if one["dry"] == self.dry and one["machine"] == here]
@@ -187,7 +188,7 @@ def is_finished(record: Record) -> bool:
 
 
 def outcome_of(record: Record) -> str:
-    """``done``, ``out of memory``, ``wrong`` (the case did not pass) or ``error``."""
+    """Return ``done``, ``out of memory``, ``wrong`` (the case did not pass) or ``error``."""
     if "error" in record:
         return "error"
     if "out_of_memory" in record:
@@ -196,30 +197,30 @@ def outcome_of(record: Record) -> str:
 
 
 def measured(case: Case) -> Record:
-    """The outcome of a case, and the seconds that it took."""
+    """Run a case, and return its outcome and duration in seconds."""
     began = time.perf_counter()
     try:
         found: Record = {"result": case.measure()}
     except torch.OutOfMemoryError as error:
         found = {"out_of_memory": str(error).splitlines()[0]}
-        traceback.clear_frames(error.__traceback__)  # The frames refer to tensors.
-    except Exception as error:  # noqa: BLE001 -- recorded, and the step's exit status is not 0
+        traceback.clear_frames(error.__traceback__)  # The frames hold references to tensors.
+    except Exception as error:  # noqa: BLE001 -- recorded, with a nonzero exit status of the step
         found = {"error": "".join(traceback.format_exception(error))}
         traceback.clear_frames(error.__traceback__)
-    with suppress(RuntimeError):  # After a CUDA error, this raises the error again.
+    with suppress(RuntimeError):  # After a CUDA error, the same error is raised again.
         free_memory()
     return found | {"seconds": time.perf_counter() - began}
 
 
 def free_memory() -> None:
-    """Release unreferenced memory to the device."""
+    """Release unused memory to the device."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
 def read_records(folder: Path, step: str) -> list[Record]:
-    """The records of a step, oldest first, without a truncated last line."""
+    """Return the records of a step, oldest first, without a truncated last line."""
     file = folder / f"{step}.jsonl"
     if not file.exists():
         return []
@@ -228,13 +229,13 @@ def read_records(folder: Path, step: str) -> list[Record]:
 
 
 def results_of(folders: Sequence[Path | None], step: str) -> dict[str, Record]:
-    """Results of a step's finished cases, by name. Results in later folders take precedence."""
+    """Return the results of a step's finished cases, by name. Later folders take precedence."""
     records = [one for folder in folders if folder for one in read_records(folder, step)]
     return {one["case"]: one["result"] for one in records if "result" in one}
 
 
 def elapsed_s(work: Callable[[], object], device: torch.device) -> float:
-    """Seconds from the start of ``work`` to the end of the operations that it launched."""
+    """Return the seconds from the start of ``work`` to the end of the operations it launched."""
     if device.type != "cuda":
         began = time.perf_counter()
         work()
@@ -250,12 +251,12 @@ def elapsed_s(work: Callable[[], object], device: torch.device) -> float:
 
 
 def median_s(work: Callable[[], object], device: torch.device, repeats: int = 10) -> float:
-    """Median of ``elapsed_s`` after two warm-ups."""
+    """Return the median of ``elapsed_s`` after two warm-up runs."""
     return statistics.median([elapsed_s(work, device) for _ in range(repeats + 2)][2:])
 
 
 def random_ids(lengths: Sequence[int], vocabulary: int, seed: int = 0) -> list[list[int]]:
-    """One list of random token ids per length, without 0 (padding)."""
+    """Return a list of random token ids for each length, without 0 (padding)."""
     generator = torch.Generator().manual_seed(seed)
     return [
         torch.randint(1, vocabulary, (length,), generator=generator).tolist() for length in lengths

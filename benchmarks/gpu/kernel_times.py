@@ -1,10 +1,10 @@
-"""Measure single kernels: rotation of keys, flash attention of PyTorch and packages, and assembly.
+"""Measure single kernels: key rotation, flash attention from several packages, and assembly.
 
-* ``rotation``: rotating the keys of one layer, fused and by PyTorch's operations.
-* ``flash``: attention of the last queries to all keys before them and themselves, with the heads of
-  the 8B shape. Only exact kernels (``attention.flash``) are timed. ``SDPA`` is PyTorch's public
-  function, which chooses a kernel.
-* ``assembly``: the copy path's joining and rotating of keys and values.
+* ``rotation``: rotating the keys of a layer, with a fused kernel and with PyTorch operations.
+* ``flash``: causal attention of the last queries to all keys, with the heads of the 8B shape. Only
+  exact kernels (``attention.flash``) are timed. ``SDPA`` is PyTorch's public function, which
+  selects a kernel.
+* ``assembly``: concatenating and rotating keys and values on the copy path.
 
 Limits count the bytes of keys and values, read once and, if rotated, written once.
 """
@@ -24,7 +24,7 @@ from blockattn_rag.attention.flash import exact_kernels
 from blockattn_rag.kv.rope import RotaryLayout, rotate, rotate_into
 
 HEADS, KV_HEADS, SIZE = 32, 8, 128
-"""Heads and head size of the 8B shape."""
+"""Numbers of heads, and head size, of the 8B shape."""
 
 
 def cases(campaign: Campaign) -> Iterator[Case]:
@@ -39,7 +39,7 @@ def cases(campaign: Campaign) -> Iterator[Case]:
 
 
 def rotation(campaign: Campaign, length: int) -> Record:
-    """``fused_s`` and ``separate_s`` of rotating the keys of a layer, and ``limit_s``."""
+    """Measure ``fused_s`` and ``separate_s`` of rotating the keys of a layer, and ``limit_s``."""
     dtype = torch.float32 if campaign.dry else torch.bfloat16
     keys = torch.randn(KV_HEADS, length, SIZE, device=campaign.device).to(dtype)
     layout, out = RotaryLayout(torch.ones(SIZE // 2), "half"), torch.empty_like(keys)
@@ -54,7 +54,7 @@ def rotation(campaign: Campaign, length: int) -> Record:
 
 @torch.inference_mode()
 def flash(campaign: Campaign, queries: int, length: int) -> Record:
-    """``<kernel>_s`` of each exact kernel, and ``limit_s``."""
+    """Measure ``<kernel>_s`` of each exact kernel, and ``limit_s``."""
     device = campaign.device
     dtype = torch.float32 if campaign.dry else torch.bfloat16
     states = [
@@ -81,7 +81,7 @@ def timed(campaign: Campaign, ways: dict[str, Callable[[], object]]) -> Record:
 
 
 def assembly(campaign: Campaign, shape: str, length: int) -> Record:
-    """The case ``assembly``: ``assembly_s``, and a limit that follows from the bytes of keys and
+    """Measure the case ``assembly``: ``assembly_s``, and a limit from the bytes of keys and
     values."""
     model, block = campaign.model(shape, max(LENGTHS) + 1024), min(BLOCK_TOKENS, length // 2)
     context = Prompt.drawn(model, length, block).context

@@ -1,8 +1,8 @@
 """Profile the kernels of the slowest step of relay attention, and recommend a change.
 
-Among the first tokens and decoding steps measured by ``first_token``, the slowest step has the
-largest ratio of time to limit. Without results, it is the first token after 32,768 tokens. Its
-kernels are grouped by name, and the advice depends on each group's share of the time.
+The slowest step is the one with the largest ratio of time to limit among the prefill and decoding
+steps measured by ``first_token``. Without results, it is the first token after 32,768 tokens.
+Kernels are grouped by name, and the advice depends on each group's share of the time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 from blockattn_rag.model import BlockModel
 
 TOP = 15
-GROUPS: Mapping[str, str] = {  # The first pattern that matches a kernel's name decides.
+GROUPS: Mapping[str, str] = {  # The first matching pattern determines a kernel's group.
     "attention": r"flash|fmha|attention|attn",
     "matrix products": r"gemm|gemv|nvjet|cublas|cutlass|splitk|xmma|addmm|aten::mm|linear|matmul",
     "copies": r"memcpy|memset|copy|catarray|aten::cat|index|gather|scatter",
@@ -29,7 +29,7 @@ GROUPS: Mapping[str, str] = {  # The first pattern that matches a kernel's name 
 
 
 class Advice(NamedTuple):
-    """Recommended change if a group's share of the time is above ``limit``."""
+    """Change to recommend if a group's share of the time exceeds ``limit``."""
 
     share: str
     limit: float
@@ -66,7 +66,7 @@ def cases(campaign: Campaign) -> Iterator[Case]:
 
 
 def slowest(results: Mapping[str, Record]) -> Slowest:
-    """The step of relay attention with the largest ratio of time to limit."""
+    """Return the step of relay attention with the largest ratio of time to limit."""
     found = []
     for name, row in results.items():
         shape, length, step = name.split("/")
@@ -78,13 +78,13 @@ def slowest(results: Mapping[str, Record]) -> Slowest:
 
 
 def profiled(campaign: Campaign, chosen: Slowest) -> Record:
-    """``total_s`` and ``limit_s`` of the step, ``kernels`` (``name``, ``group``, ``s``, ``calls``),
-    ``shares`` by group and of idle time, ``launches``, and ``advice``."""
+    """Profile a step. The result has ``total_s``, ``limit_s``, ``kernels`` (``name``, ``group``,
+    ``s``, ``calls``), ``shares`` of the groups and of idle time, ``launches``, and ``advice``."""
     model = campaign.model(chosen.shape, max(LENGTHS) + 1024)
     work = step_of(model, chosen)
     for _ in range(2):
         work()
-    total_s = elapsed_s(work, model.device)  # Time without the overhead of the profiler.
+    total_s = elapsed_s(work, model.device)  # without the profiler's overhead
     is_cuda = model.device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_cuda else [])]
     with profile(activities=activities) as profiler:
@@ -95,7 +95,7 @@ def profiled(campaign: Campaign, chosen: Slowest) -> Record:
     events: Any = profiler.key_averages()
     for event in events:
         if is_cuda and event.device_type.name != "CUDA":
-            continue  # The kernels that the graph launches are counted instead.
+            continue  # Count the kernels that the graph launches instead.
         taken_us = event.self_device_time_total if is_cuda else event.self_cpu_time_total
         kernel = {"name": event.key, "group": group_of(event.key)}
         kernels.append(kernel | {"s": taken_us / 1e6, "calls": event.count})
@@ -113,7 +113,7 @@ def profiled(campaign: Campaign, chosen: Slowest) -> Record:
 
 
 def step_of(model: BlockModel, chosen: Slowest) -> Callable[[], object]:
-    """A function that computes the first token on the relay path, or one later token."""
+    """Return a function that computes the first token on the relay path, or a later token."""
     prompt = Prompt.drawn(model, chosen.length, min(BLOCK_TOKENS, chosen.length // 2))
     if chosen.step == "forward":
         return partial(prompt.answer, model, "relay")
@@ -127,7 +127,7 @@ def group_of(kernel: str) -> str:
 
 
 def shares_of(kernels: list[Record], total_s: float) -> dict[str, float]:
-    """Share of the step's time by group. ``idle`` is the time when no kernel runs."""
+    """Return the share of the step's time by group. ``idle`` is the time when no kernel runs."""
     shares = dict.fromkeys((*GROUPS, "idle"), 0.0)
     for kernel in kernels:
         shares[kernel["group"]] += kernel["s"] / total_s

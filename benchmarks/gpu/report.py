@@ -1,4 +1,4 @@
-"""Write the campaign's records as Markdown to ``report.md``, which the documentation can include.
+"""Write the campaign's records to ``report.md``, which the documentation can include.
 
 python benchmarks/gpu report --out benchmarks/results/gpu
 """
@@ -14,15 +14,15 @@ from harness import STEPS, Record, outcome_of, read_records
 from blockattn_rag.app.cli.output import duration, percent, size
 
 GOAL_FLOOR_S, GOAL_OVER_FLOOR_S = 0.012, 0.006
-"""Goals for the first token of the 8B shape with 32,768 tokens of context on the device, by the
-path that a GPU takes for one request."""
+"""Goals for the time to first token of the 8B shape with a context of 32,768 tokens on the device,
+by the path that a GPU uses for a single request."""
 
 GOAL_CASE = "8b/32768/"
 PATHS = ("full", "copy", "relay", "floor")
 
 
 def write_report(folder: Path, earlier: Path | None = None) -> None:
-    """Write ``report.md`` into a folder of records. Missing steps are read from ``earlier``."""
+    """Write ``report.md`` to a folder of records. Missing steps are read from ``earlier``."""
     sections = []
     for step in STEPS:
         records = read_records(folder, step) or (read_records(earlier, step) if earlier else [])
@@ -33,7 +33,7 @@ def write_report(folder: Path, earlier: Path | None = None) -> None:
 
 
 def section(step: str, records: Sequence[Record]) -> str:
-    """Heading, machine, tables and failures of a step; empty without records."""
+    """Format a step: heading, machine, tables and failures. Empty if there are no records."""
     if not records:
         return ""
     last = {one["case"]: one for one in records}
@@ -53,7 +53,7 @@ def section(step: str, records: Sequence[Record]) -> str:
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
-    """A Markdown table and an empty line; nothing without rows."""
+    """Format a Markdown table, followed by an empty line. Empty if there are no rows."""
     if not rows:
         return []
     lines = [f"| {' | '.join(map(str, row))} |" for row in rows]
@@ -61,7 +61,7 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
 
 
 def cases_of(results: Mapping[str, Record], step: str) -> Iterator[tuple[list[str], Record]]:
-    """Shape, context, block size and result of each case of a step of ``first_token``."""
+    """Yield shape, context, block size and result for each case of a ``first_token`` step."""
     for case, row in results.items():
         shape, length, name = case.split("/")
         if name.partition(",")[0] == step:
@@ -69,7 +69,7 @@ def cases_of(results: Mapping[str, Record], step: str) -> Iterator[tuple[list[st
 
 
 def correctness(results: Mapping[str, Record]) -> list[str]:
-    """Table of the largest error for each dtype and path, in multiples of its budget."""
+    """Format the largest error for each dtype and path, in multiples of its budget."""
     worst: dict[tuple[str, str], tuple[float, Record, str]] = {}
     for case, result in results.items():
         dtype = case.rpartition(", ")[2]
@@ -112,7 +112,7 @@ def first_token(results: Mapping[str, Record]) -> list[str]:
         lines += [title, "", *table((*named, *ways, "full / recompute"), rows)]
     rows = [
         (*what, duration(row["assembly_s"]), duration(row["limit_s"]))
-        for what, row in cases_of(results, "assembly")  # The step `kernel_times` measures this now.
+        for what, row in cases_of(results, "assembly")  # now measured by the step `kernel_times`
     ]
     if rows:
         title = "Joining and rotating keys and values, a part of copy:"
@@ -163,7 +163,7 @@ def over(row: Record, path: str) -> str:
 
 
 def goals(results: Mapping[str, Record]) -> list[str]:
-    """Whether each goal was met, for the engine's time and for the model's part of it."""
+    """Format whether each goal was met, by the engine's time and by the model's share of it."""
     rows = []
     for step in ("request", "forward"):
         row = results.get(GOAL_CASE + step)

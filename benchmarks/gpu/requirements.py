@@ -1,4 +1,4 @@
-"""Print the requirements of the package that this interpreter does not meet."""
+"""Print the package requirements that are not met in this interpreter's environment."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PROJECT = Path(__file__).parents[2] / "pyproject.toml"
 
 
 def unmet(requirements: list[str]) -> list[str]:
-    """One line for each requirement that is missing or has another version."""
+    """Return a line for each requirement that is missing or has the wrong version."""
     lines = []
     for requirement in map(Requirement, requirements):
         try:

@@ -1,16 +1,16 @@
-"""Compare the throughput of requests with a shared system prompt with RelayAttention's equation 10.
+"""Compare the throughput gain of a shared system prompt with RelayAttention's equation 10.
 
-32 requests share 2,048 tokens; each has 128 tokens of its own and generates 32. ``shared`` reads
-the system prompt once for all requests, ``unshared`` gives every request a copy.
+32 requests share 2,048 tokens. Each has 128 additional tokens and generates 32. ``shared`` reads
+the system prompt once for all requests; in ``unshared``, every request has a copy.
 
 Equation 10 of RelayAttention (Zhu et al., 2024, arXiv 2402.14808) compares the keys and values that
-attention reads. With b requests, s shared tokens and c own tokens per request, its leading terms
-are::
+attention reads. With b requests, s shared tokens and c separate tokens per request, its leading
+terms are::
 
     gain <= b (s + c) / (s + b c)
 
-It counts only attention. A step also reads the weights once. With W bytes of weights and k bytes of
-keys and values per token::
+This covers only attention. Each step also reads the weights once. With W bytes of weights and k
+bytes of keys and values per token::
 
     gain <= (W + k b (s + c)) / (W + k (s + b c))
 """
@@ -36,7 +36,7 @@ def cases(campaign: Campaign) -> Iterator[Case]:
 
 
 def shared(campaign: Campaign, shape: str, batch: int) -> Record:
-    """A row of ``measure_shared`` with ``bytes_ratio`` (equation 10) and ``limit_gain``."""
+    """Return a row of ``measure_shared`` with ``bytes_ratio`` (equation 10) and ``limit_gain``."""
     system, context, new = SYSTEM_TOKENS, CONTEXT_TOKENS, NEW_TOKENS
     if campaign.dry:
         system, context, new = 32, 8, 4
@@ -51,7 +51,7 @@ def shared(campaign: Campaign, shape: str, batch: int) -> Record:
         repeats=min(campaign.repeats, 3),
     )
     weights, token = weight_bytes(model), model.bytes_per_token
-    own = context + FINAL_TOKENS + new / 2  # Mean over the steps.
+    own = context + FINAL_TOKENS + new / 2  # mean over the steps
     unshared_bytes = weights + token * batch * (system + own)
     shared_bytes = weights + token * (system + batch * own)
     return row | {"limit_gain": unshared_bytes / shared_bytes}

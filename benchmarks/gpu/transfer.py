@@ -1,12 +1,12 @@
-"""Measure loads of blocks from host memory and disk: bandwidth, and overlap with computing.
+"""Measure block loads from host memory and disk: bandwidth, and overlap with computation.
 
 The same prompt is answered on the relay path with its blocks on the device, in page-locked host
-memory, in files in the system's page cache, and in files that must be read from the disk. Each run
-recomputes the question. ``fetch`` is the engine's time to look up, read and move the blocks.
+memory, in files in the system's page cache, and in files that must be read from disk. Each run
+recomputes the question. ``fetch`` is the engine's time to look up, read and transfer the blocks.
 
 ``overlap`` is the share of the fetch that does not delay the first token: 1 - (first token - first
 token with blocks on the device) / fetch. ``ceiling`` is the bandwidth of copying one large tensor
-to the device, from page-locked and from ordinary memory.
+to the device, from page-locked and from pageable memory.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def cases(campaign: Campaign) -> Iterator[Case]:
 
 
 def ceiling(campaign: Campaign) -> Record:
-    """``pinned_bytes_per_s`` and ``pageable_bytes_per_s`` of a copy to the device."""
+    """Measure ``pinned_bytes_per_s`` and ``pageable_bytes_per_s`` of a host-to-device copy."""
     size = 1 << (20 if campaign.dry else 31)
     target = torch.empty(size, dtype=torch.uint8, device=campaign.device)
     source = torch.randint(255, (size,), dtype=torch.uint8)
@@ -53,8 +53,8 @@ def ceiling(campaign: Campaign) -> Record:
 
 
 def tiers(campaign: Campaign, shape: str, length: int) -> Record:
-    """``<tier>_s`` of all tiers; also ``<tier>_fetch_s``, ``<tier>_bytes_per_s`` and
-    ``<tier>_overlap``, except for the device."""
+    """Measure ``<tier>_s`` for all tiers, and, except for the device, ``<tier>_fetch_s``,
+    ``<tier>_bytes_per_s`` and ``<tier>_overlap``."""
     model = campaign.model(shape, max(LENGTHS) + 1024)
     block = min(BLOCK_TOKENS, length // 2)
     prompt = random_prompt(length, block, QUESTION_TOKENS, model.config.vocab_size)
@@ -63,7 +63,7 @@ def tiers(campaign: Campaign, shape: str, length: int) -> Record:
     with tempfile.TemporaryDirectory() as folder:
         disk = DirectoryStore(folder, fsync=False)
         for kv in map(device.get, device.keys()):
-            assert kv is not None, "a block left a store that evicts nothing"
+            assert kv is not None, "a block is missing from a store without eviction"
             host.put(kv.key, kv)
             disk.put(kv.key, kv)
         stores: dict[str, KVStore] = {
@@ -92,8 +92,8 @@ def tiers(campaign: Campaign, shape: str, length: int) -> Record:
 def first_token_s(
     engine: BlockAttentionEngine, prompt: BlockPrompt, uncached: Path | None, fetch_s: list[float]
 ) -> float:
-    """Seconds to the first token; appends the seconds of the fetch. Drops the files below
-    ``uncached`` from the system's page cache first."""
+    """Return the seconds to the first token, and append the seconds of the fetch. Files in
+    ``uncached`` are dropped from the system's page cache first."""
     if uncached is not None:
         drop_cached(uncached)
     stats = engine.generate(prompt, max_new_tokens=1, **PATHS["relay"]).stats
@@ -105,7 +105,7 @@ def drop_cached(folder: Path) -> None:
     for path in folder.rglob("*.safetensors"):
         descriptor = os.open(path, os.O_RDONLY)
         try:
-            os.fsync(descriptor)  # Only pages that were written to the disk can be dropped.
+            os.fsync(descriptor)  # Only pages that have been written to disk can be dropped.
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         finally:
             os.close(descriptor)

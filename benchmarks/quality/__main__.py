@@ -1,4 +1,5 @@
-"""Answers of a stock model in full mode, in block mode with recipes, and with the best passage.
+"""Compare the answers of a stock model in full mode, in block mode with recipes, and with only the
+best passage.
 
     python benchmarks/quality run smollm2 --nq nq_rag.jsonl.gz
     python benchmarks/quality choose smollm2 --nq nq_rag_tune.jsonl.gz
@@ -8,14 +9,15 @@
     python benchmarks/quality precision smollm2 --nq nq_rag.jsonl.gz
     python benchmarks/quality table
 
-``run`` answers questions of all sets in turn, in every row, and appends one line per answer to
+``run`` answers questions from all sets in every row, and appends one line per answer to
 ``benchmarks/results/quality/MODEL.csv``. It stops after ``--minutes``, and adds missing answers
-when it runs again. ``choose`` compares sinks and ways to choose the tokens to recompute, on other
-questions, in ``choices/MODEL.csv``. ``diagnose`` shows the causes of a recipe's remaining
-divergence. ``tune`` fine-tunes a model on gold answers; ``tuned`` compares it with the stock model
-and its recipe, in ``MODEL-tuned.csv``. ``precision`` compares block mode over keys and values
-in int8 with the model's own type, in ``precision/MODEL.csv``. ``table`` writes ``MODEL.md`` next to
-each CSV file, and the short tables of ``docs/quality.md`` to ``summary/MODEL.md``.
+when it runs again. ``choose`` compares sinks and criteria for selecting the tokens to recompute, on
+separate questions, in ``choices/MODEL.csv``. ``diagnose`` locates the causes of a recipe's
+remaining divergence. ``tune`` fine-tunes a model on gold answers; ``tuned`` compares it with the
+stock model and its recipe, in ``MODEL-tuned.csv``. ``precision`` compares block mode with keys and
+values in int8 and in the model's data type, in ``precision/MODEL.csv``. ``table`` writes
+``MODEL.md`` next to each CSV file, and the short tables in ``docs/quality.md`` to
+``summary/MODEL.md``.
 """
 
 from __future__ import annotations
@@ -53,14 +55,14 @@ PRECISION = "precision"
 REPEATED = "repeated"
 SUMMARY = "summary"
 _HELD_OUT = 24
-"""Contexts to measure the loss of a fine-tuned model on."""
+"""Number of contexts for measuring the loss of a fine-tuned model."""
 app = typer.Typer(help=__doc__, add_completion=False)
 
 
-Model = Annotated[str, typer.Argument(help="smollm2, qwen, gemma, or any other model.")]
-Questions = Annotated[Path | None, typer.Option(help="Natural Questions with passages.")]
-RecipeFolder = Annotated[str, typer.Option(help="Recipe to measure: auto, or a recipe's folder.")]
-Minutes = Annotated[float, typer.Option(help="Stop after the question that is running.")]
+Model = Annotated[str, typer.Argument(help="smollm2, qwen, gemma, or another model.")]
+Questions = Annotated[Path | None, typer.Option(help="File of Natural Questions.")]
+RecipeFolder = Annotated[str, typer.Option(help="Recipe to measure: auto, or a recipe folder.")]
+Minutes = Annotated[float, typer.Option(help="Minutes after which no question starts.")]
 
 
 @app.command()
@@ -83,16 +85,16 @@ def run(
 def tune(
     model: Model,
     nq: Annotated[
-        list[Path], typer.Option(help="Natural Questions; others than in `run`. Repeatable.")
+        list[Path], typer.Option(help="Natural Questions, not those of `run`. Repeatable.")
     ],
-    output: Annotated[Path, typer.Option(help="Folder of the result.")],
+    output: Annotated[Path, typer.Option(help="Folder for the fine-tuned model.")],
     held_out: Annotated[
-        Path | None, typer.Option(help="Natural Questions to measure the loss on.")
+        Path | None, typer.Option(help="Natural Questions for the evaluation loss.")
     ] = None,
     lora: Annotated[bool, typer.Option("--lora", help="Train LoRA, not all weights.")] = False,
-    samples: Annotated[int, typer.Option(help="Contexts to train on.")] = 400,
+    samples: Annotated[int, typer.Option(help="Number of training contexts.")] = 400,
 ) -> None:
-    """Fine-tune a model on gold answers, in both modes. Continues where it stopped."""
+    """Fine-tune a model on gold answers, in both modes. An interrupted run resumes."""
     if output.exists():
         raise SystemExit(f"{output} exists: delete it to train again")
     from blockattn_rag.lab.evaluation.datasets import read_samples
@@ -108,27 +110,27 @@ def tune(
 def tuned(
     model: Model,
     folders: Annotated[
-        list[Path], typer.Argument(help="Folders that `tune` wrote. Their names become rows.")
+        list[Path], typer.Argument(help="Output folders of `tune`. Their names become rows.")
     ],
     nq: Questions = None,
     recipe: RecipeFolder = "auto",
     dtype: str = "float32",
     only: Annotated[
-        list[str] | None, typer.Option(help="Use only this set of questions. Repeatable.")
+        list[str] | None, typer.Option(help="Question set to use. Repeatable. Default: all.")
     ] = None,
     questions: Annotated[int, typer.Option(help="Questions in all.")] = 200,
     minutes: Minutes = 45,
     max_new_tokens: int = 40,
     results: Path = RESULTS,
 ) -> None:
-    """Answer questions with a model and with its fine-tuned versions, in both modes."""
+    """Answer questions with a model and its fine-tuned versions, in both modes."""
     from blockattn_rag.prompts.checkpoints import AUTO_FORMAT, format_for
 
     items = _items(nq, only or ())[:questions]
     stock = _engine(model_path(model), recipe, dtype)
     engines = {folder.name: _engine(str(folder), "auto", dtype) for folder in folders}
     if len(engines) < len(folders):
-        raise SystemExit(f"Rows need distinct names, found {[*map(str, folders)]}")
+        raise SystemExit(f"Expected folders with distinct names, found {[*map(str, folders)]}")
     form = format_for(AUTO_FORMAT, stock.model.name)
     answerer = finetuning.TunedAnswerer(stock, engines, form, max_new_tokens)
     path = results / f"{Path(model).name}-tuned.csv"
@@ -156,21 +158,21 @@ def diagnose(
 @app.command()
 def choose(
     model: Model,
-    nq: Annotated[Path, typer.Option(help="Natural Questions; others than in `run`.")],
+    nq: Annotated[Path, typer.Option(help="Natural Questions, not those of `run`.")],
     questions: Annotated[int, typer.Option(help="Questions in all.")] = 120,
     minutes: Minutes = 45,
     max_new_tokens: int = 24,
     results: Path = RESULTS,
     candidate: Annotated[
-        list[str] | None, typer.Option(help="Measure only this one. Repeatable.")
+        list[str] | None, typer.Option(help="Candidate to measure. Repeatable. Default: all.")
     ] = None,
 ) -> None:
-    """Compare sinks, and ways to choose the tokens to recompute, by divergence."""
+    """Compare sinks and criteria for selecting the tokens to recompute, by divergence."""
     engine, form = _stock(model)
     known = names = choices.names_for(engine.model)
     if candidate:
         if unknown := {*candidate} - {*names}:
-            raise SystemExit(f"Unknown candidates {sorted(unknown)}, expected some of {names}")
+            raise SystemExit(f"Unknown candidates {sorted(unknown)}: expected names from {names}")
         names = [choices.BLOCK, *candidate]
     compared = partial(choices.compare, engine, form, max_new_tokens)
     path = results / CHOICES / f"{Path(model).name}.csv"
@@ -187,7 +189,7 @@ def precision(
     max_new_tokens: int = 40,
     results: Path = RESULTS,
 ) -> None:
-    """Answer questions in block mode, over keys and values in the model's type and in int8."""
+    """Answer questions in block mode, with keys and values in the model's dtype and in int8."""
     engine, form = _stock(model)
     items = [sets.facts(), *([sets.natural_questions(nq, 5)] if nq else [])]
     answered = partial(answers, engines_of(engine.model, recipe), form, max_new_tokens)
@@ -197,7 +199,7 @@ def precision(
 
 @app.command()
 def table(results: Path = RESULTS) -> None:
-    """Write the tables of all records."""
+    """Write tables of all records."""
     for path in sorted(results.glob("*.csv")):
         records = [*read(path, Record)]
         path.with_suffix(".md").write_text(tables(records), encoding="utf-8")
@@ -249,7 +251,7 @@ def _answerer(model: str, recipe: str, max_new_tokens: int) -> Answerer:
 
 
 def _stock(model: str) -> tuple[BlockAttentionEngine, PromptFormat]:
-    """An engine without a recipe, and the prompt format of its model."""
+    """Return an engine without a recipe, and the prompt format of its model."""
     from blockattn_rag.prompts.checkpoints import AUTO_FORMAT, format_for
 
     engine = _engine(model_path(model), "none")
@@ -261,13 +263,13 @@ def _engine(model: str, recipe: str, dtype: str = "float32") -> BlockAttentionEn
 
 
 def _items(nq: Path | None, only: Sequence[str] = ()) -> list[sets.Item]:
-    """Questions of all sets in turn, or of the sets with the names ``only``."""
+    """Return questions that alternate between all sets, or between the sets named in ``only``."""
     found = [sets.facts(), sets.comparisons(), sets.pairs(), sets.order()]
     if nq is not None:
         found += [sets.natural_questions(nq, count) for count in (5, 10)]
     by_name = {items[0].set: items for items in found}
     if unknown := {*only} - by_name.keys():
-        raise SystemExit(f"Unknown sets {sorted(unknown)}, expected some of {[*by_name]}")
+        raise SystemExit(f"Unknown sets {sorted(unknown)}: expected names from {[*by_name]}")
     return sets.mixed(items for name, items in by_name.items() if not only or name in only)
 
 

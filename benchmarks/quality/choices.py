@@ -1,6 +1,6 @@
-"""Comparison of sinks, and of ways to choose the tokens to recompute, by divergence.
+"""Comparison of sinks and of criteria for selecting the tokens to recompute, by divergence.
 
-The package's defaults were chosen from these candidates, on questions of the tune file.
+The package's defaults were chosen from these candidates, on questions from the tune file.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from blockattn_rag.prompts.tokenization import BlockTokenizer
 
 BLOCK = "none"
 SHORT = "short head"
-"""Sink that ends with the start of the user's message, after a system message of one line."""
+"""Sink with a one-line system message, up to the start of the user message."""
 
 OWN = "the prompt's head"
-"""Sink that is the prompt's first block. It depends on the system prompt."""
+"""Sink that consists of the prompt's first block. It depends on the system prompt."""
 
 _SHORT_SYSTEM = "You are a helpful assistant."
 
@@ -50,7 +50,8 @@ OTHER_SYSTEM = (
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One candidate on one question. ``kl``, ``agreement``: See ``lab.evaluation.fidelity``."""
+    """Result of a candidate on a question. For ``kl`` and ``agreement``, see
+    ``lab.evaluation.fidelity``."""
 
     set: str
     id: str
@@ -69,9 +70,9 @@ class _Candidate:
     """A sink, and a share of tokens to recompute.
 
     Args:
-        first_share: Share of these tokens that are the first tokens of each passage except the
-            first passage. The others receive the most attention in the layers from ``layers`` on,
-            which is a share of all layers.
+        first_share: Share of these tokens that are the first tokens of passages, except the first
+            passage. The others are the tokens with the most attention in the last layers.
+        layers: Start of these layers, as a share of all layers.
     """
 
     sink: str
@@ -93,11 +94,11 @@ CANDIDATES = {
     "none, 5 %, half of them first tokens": _Candidate(BLOCK, 0.05, first_share=0.5),
     "none, 10 %, all of them first tokens": _Candidate(BLOCK, 0.1, first_share=1.0),
 }
-"""Candidates by name. By default, the last third of the layers chooses the tokens."""
+"""Candidates by name. By default, tokens are selected by the last third of the layers."""
 
 
 def names_for(model: BlockModel) -> list[str]:
-    """Names of the candidates that a model supports."""
+    """Return the names of the candidates that a model supports."""
     return [name for name, one in CANDIDATES.items() if can_recompute(model) or not one.share]
 
 
@@ -108,7 +109,7 @@ def compare(
     item: Item,
     names: Sequence[str],
 ) -> Iterator[Choice]:
-    """Measure candidates on one question."""
+    """Yield the results of candidates on a question."""
     model = engine.model
     if form is CHAT and sum(item.id.encode()) % 3 == 0:
         form = replace(form, system=OTHER_SYSTEM)
@@ -132,7 +133,7 @@ def compare(
 
 
 def _sink(name: str, tokenizer: BlockTokenizer) -> list[int]:
-    """Token ids of a sink."""
+    """Return the token ids of a sink."""
     if name != SHORT:
         return sink_ids(name, tokenizer)
     if not has_chat_template(tokenizer.tokenizer):
@@ -150,7 +151,7 @@ def _sink(name: str, tokenizer: BlockTokenizer) -> list[int]:
 def _chosen(
     model: BlockModel, context: Context, final: Sequence[int], candidate: _Candidate
 ) -> list[int]:
-    """Indices of the tokens that a candidate recomputes."""
+    """Return the indices of the tokens that a candidate recomputes."""
     lengths = [block.kv.num_tokens for block in context.blocks]
     count = round(candidate.share * sum(lengths[1:]))
     first = _first_tokens(lengths, round(candidate.first_share * count))
@@ -163,16 +164,16 @@ def _chosen(
 
 
 def _first_tokens(lengths: Sequence[int], count: int) -> list[int]:
-    """Indices of the first tokens of each passage except the first passage, equally many of
-    each."""
+    """Return the indices of first tokens, the same number for each passage except the first
+    passage."""
     starts = [sum(lengths[:place]) for place in range(2, len(lengths))]
     each = count // max(1, len(starts))
     return [*chain.from_iterable(range(at, at + each) for at in starts)]
 
 
 def choices_table(records: Sequence[Choice]) -> str:
-    """Divergence of each candidate, and its recovered share of block mode's divergence, best
-    first."""
+    """Format the divergence of each candidate, and the recovered share of block mode's divergence,
+    best first."""
     by_name: dict[str, dict[tuple[str, str], Choice]] = {}
     for one in records:
         by_name.setdefault(one.candidate, {})[one.set, one.id] = one

@@ -1,8 +1,8 @@
-"""Diagnosis of a recipe's remaining divergence, by replacing parts of its keys and values.
+"""Diagnosis of a recipe's remaining divergence, by replacing some of its keys and values.
 
-Each change takes a part of the passages' keys and values from full mode, and all others from the
-recipe. The divergence that a change removes is the largest gain of an adapter that predicts this
-part exactly.
+Each change takes some of the passages' keys and values from full mode, and all others from the
+recipe. The divergence that a change removes is the maximum gain of an adapter that predicts these
+keys and values exactly.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ CHANGES = (
     *("lowest third of layers", "middle third of layers", "highest third of layers"),
     "everything",
 )
-"""Parts of the passages that are taken from full mode."""
+"""Keys and values of the passages that are taken from full mode."""
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """The effect of one change on one question.
+    """Effect of a change on a question.
 
     Args:
         kl, agreement: See ``lab.evaluation.fidelity``.
-        attended: Index of the passage that the question attends to most, -1 if not measured. In
-            full mode: ``attended_in_full``.
+        attended: Index of the passage that the question attends to most, -1 if not measured.
+        attended_in_full: The same in full mode.
         best: Index of the passage with the answer.
     """
 
@@ -61,7 +61,7 @@ class Change:
 def diagnose(
     answerer: Answerer, recipe: Recipe, item: Item, changes: Sequence[str] = CHANGES
 ) -> Iterator[Change]:
-    """Measure changes on one question."""
+    """Yield the effects of changes on a question."""
     model, prompt = answerer.engine.model, answerer.prompt(item)
     answer, expected = answerer.full_answer(prompt)
     ids = model.tokenizer.prompt_ids(prompt)
@@ -86,13 +86,13 @@ def diagnose(
 
 
 def _full(model: BlockModel, context: Sequence[list[int]]) -> BlockKV:
-    """All blocks of a prompt as full mode computes them, as one block."""
+    """Return all blocks of a prompt, computed in full mode, as a single block."""
     [[kv]] = model.encode([EncodeRequest([*chain.from_iterable(context)], "full", "")])
     return kv
 
 
 def _sliced(full: BlockKV, context: Sequence[list[int]]) -> Context:
-    """Full mode's keys and values as separate blocks, with keys at their final positions."""
+    """Return full mode's keys and values as separate blocks, with keys at their final positions."""
     ends = torch.tensor([0, *map(len, context)]).cumsum(0).tolist()
     blocks = [
         replace(
@@ -108,13 +108,16 @@ def _sliced(full: BlockKV, context: Sequence[list[int]]) -> Context:
 
 
 def _joined(model: BlockModel, context: Context, full: BlockKV) -> BlockKV:
-    """A context's blocks as one block, with keys re-encoded for their positions."""
+    """Concatenate a context's blocks, with keys re-encoded for their positions."""
     keys, values = zip(*assemble(context, model.profile.layouts), strict=True)
     return replace(full, keys=keys, values=values, digest="joined")
 
 
 def _spliced(joined: BlockKV, full: BlockKV, keys: Tensor, values: Tensor) -> BlockKV:
-    """``joined`` with full mode's keys and values where the masks ``[layers, tokens]`` are True."""
+    """Replace keys and values of ``joined`` with full mode's where the masks are True.
+
+    ``keys``, ``values``: Masks ``[layers, tokens]``.
+    """
 
     def chosen(
         ours: Sequence[Tensor], theirs: Sequence[Tensor], masks: Tensor
@@ -132,7 +135,7 @@ def _spliced(joined: BlockKV, full: BlockKV, keys: Tensor, values: Tensor) -> Bl
 def _mask(
     name: str, context: Sequence[list[int]], passages: Sequence[int], best: int, layers: int
 ) -> tuple[Tensor, Tensor]:
-    """Masks of keys and of values, ``[layers, tokens]``, that a change takes from full mode."""
+    """Return masks ``[layers, tokens]`` of the keys and of the values that a change replaces."""
     at = torch.tensor([index for index, ids in enumerate(context) for _ in ids])
     within = torch.tensor([offset for ids in context for offset in range(len(ids))])
     tokens = at != 0
@@ -154,7 +157,7 @@ def _mask(
 def _most_attended(
     model: BlockModel, context: Context, final: Sequence[int], passages: Sequence[int]
 ) -> int:
-    """Index of the passage that the question attends to most."""
+    """Return the index of the passage that the question attends to most."""
     layers = range(len(model.profile.kinds))
     ends = torch.tensor([block.kv.num_tokens for block in context.blocks]).cumsum(0)
     to_blocks = [*attention_to_context(model, context, final, layers=layers).tensor_split(ends)]

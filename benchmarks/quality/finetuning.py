@@ -1,5 +1,5 @@
-"""Block fine-tuning of one model for both modes on gold answers, as in the papers, and the answers
-of the fine-tuned models."""
+"""Block fine-tuning of a model for both modes on gold answers, as in the papers, and comparison of
+the fine-tuned models."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from blockattn_rag.prompts.formats import PromptFormat
 LORA_RANK = 8
 LORA_LEARNING_RATE = 3e-4
 LEARNING_RATE = 2e-5
-"""Peak learning rate of all weights, as in the papers."""
+"""Peak learning rate for training all weights, as in the papers."""
 
 _CONTEXTS_PER_STEP = 4
 _PASSAGES = (3, 6)
@@ -34,14 +34,14 @@ _MOST_TURNS = 4
 def write_samples(questions: Sequence[EvaluationSample], path: Path, count: int) -> None:
     """Write contexts of 3 to 6 passages, each with up to 4 questions that these passages answer.
 
-    The first question of a context comes with passages drawn from its own distractors. The
-    distractors are the gold passages of other questions, which become the other questions of the
-    context and share its prefill. Each epoch draws other passages in another order. The result is
-    deterministic.
+    The passages of a context are the first question's gold passage and a random selection of its
+    distractors. Distractors are the gold passages of other questions, which become the other
+    questions of the context and share its prefill. Each epoch selects different passages in a
+    different order. The result is deterministic.
 
     Args:
         questions: Questions whose distractors are gold passages of other questions.
-        count: Contexts to write.
+        count: Number of contexts to write.
     """
     draw = random.Random(0)
     by_gold = {_key(_gold(question)): question for question in questions}
@@ -72,19 +72,19 @@ def _key(passage: EvaluationPassage) -> tuple[str, str]:
 
 
 def _has_fast_bfloat16() -> bool:
-    """Whether products in bfloat16 are at least as fast as in float32. With only AVX2, they take 5
-    times as long."""
+    """Return whether matrix products in bfloat16 are at least as fast as in float32. On CPUs with
+    only AVX2, they are 5 times slower."""
     return torch.cuda.is_available() or torch.backends.cpu.get_cpu_capability().startswith("AVX512")
 
 
 def tune(model: str, data: Path, held_out: Path | None, output: Path, *, lora: bool) -> None:
-    """Train one epoch of the contexts, each in both modes, 4 contexts per step.
+    """Train for one epoch on the contexts, each in both modes, with 4 contexts per step.
 
-    A GPU computes the contexts of a step as one batch. A CPU computes them one by one, without
-    padding, and saves more often, because its steps take a minute.
+    On a GPU, the contexts of a step are one batch. On a CPU, they are processed one by one without
+    padding, and checkpoints are saved more often, because each step takes a minute.
 
     Args:
-        held_out: Contexts to measure the loss on, every 25 steps (100 on a GPU).
+        held_out: Contexts for measuring the loss every 25 steps (100 on a GPU).
     """
     has_gpu, batch_size = torch.cuda.is_available(), 2 * _CONTEXTS_PER_STEP
     report = finetune(
@@ -109,13 +109,13 @@ def tune(model: str, data: Path, held_out: Path | None, output: Path, *, lora: b
 
 @dataclass(frozen=True, eq=False)
 class TunedAnswerer:
-    """Answers one question with a model and with its fine-tuned versions, in block and full mode.
+    """Answers a question with a model and its fine-tuned versions, in block and full mode.
 
     Args:
-        stock: The model, with its recipe.
+        stock: The stock model, with its recipe.
         tuned: Fine-tuned models by row name.
         form: Prompt format of the models.
-        max_new_tokens: Maximum length of an answer.
+        max_new_tokens: Maximum number of tokens per answer.
     """
 
     stock: BlockAttentionEngine
@@ -125,7 +125,7 @@ class TunedAnswerer:
 
     @property
     def rows(self) -> dict[str, tuple[BlockAttentionEngine, Mode]]:
-        """Engine and mode of each row."""
+        """Return the engine and mode of each row."""
         rows: dict[str, tuple[BlockAttentionEngine, Mode]] = {
             FULL: (self.stock, "full"),
             "recipe": (self.stock, "block"),
@@ -135,8 +135,8 @@ class TunedAnswerer:
         return rows
 
     def answer(self, item: Item, rows: Collection[str]) -> Iterator[Record]:
-        """Answer a question in some rows. The stock model's logits are no reference for a model
-        that was trained on other answers, so ``kl`` and ``agreement`` are NaN."""
+        """Answer a question in some rows. ``kl`` and ``agreement`` are NaN, because the stock
+        model's logits are no reference for a model that was trained on other answers."""
         prompt = self.form.prompt(
             item.question, item.passages, self.stock.model.tokenizer.tokenizer
         )

@@ -1,4 +1,4 @@
-"""Block mode's answers over keys and values in the model's type and in int8."""
+"""Comparison of block mode with keys and values in the model's dtype and in int8."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from blockattn_rag.model import BlockModel
 from blockattn_rag.prompts.formats import PromptFormat
 
 TYPES: tuple[KVDtype, ...] = get_args(KVDtype)
-"""The rows. Each is compared with the first, the model's own type."""
+"""The rows. Each is compared with the first, the model's dtype."""
 
 _STORE_BYTES = 2 << 30
 
 
 def engines_of(model: BlockModel, recipe: str) -> dict[str, BlockAttentionEngine]:
-    """An engine for each type of keys and values. Stores keep passages for the next questions."""
+    """Return an engine for each type of keys and values. Stores keep passages between questions."""
     return {
         name: BlockAttentionEngine(
             model, MemoryStore(_STORE_BYTES), recipe=recipe, kv_dtype=name, resident_bytes=0
@@ -39,9 +39,9 @@ def answers(
     item: Item,
     rows: Sequence[str],
 ) -> Iterator[Record]:
-    """Answer a question greedily with some types of keys and values.
+    """Answer a question with greedy decoding, with keys and values of different types.
 
-    ``kl`` and ``agreement`` compare a row with the model's own type, over its greedy answer.
+    ``kl`` and ``agreement`` compare a row with the model's dtype, over the latter's greedy answer.
     """
     base = engines[TYPES[0]]
     prompt = form.prompt(item.question, item.passages, base.model.tokenizer.tokenizer)
@@ -71,7 +71,8 @@ def answers(
 
 
 def precision_table(records: Sequence[Record]) -> str:
-    """Effect of int8 on right answers, greedy answers and predictions, by set and in total."""
+    """Format the effect of int8 on correct answers, greedy answers and predictions, by set and in
+    total."""
     base, small = ({(one.set, one.id): one for one in records if one.row == name} for name in TYPES)
     names = [*dict.fromkeys(one.set for one in small.values())]
     lines = []

@@ -1,4 +1,4 @@
-"""CSV files of records. Runs append records, and continue where a previous run stopped."""
+"""CSV files of records. Runs append records, and resume where the previous run stopped."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ def measure(
     minutes: float,
     known: Sequence[str] = EARLIER,
 ) -> None:
-    """Append the records that a file lacks, until ``minutes`` have passed.
+    """Append the records that are missing in a file, until ``minutes`` have passed.
 
     Args:
-        answer: Function that measures some of the names for one question.
-        names: Names of the rows or changes of each question.
-        known: Names that the file may also have.
+        answer: Function that measures some of the names for a question.
+        names: Names of the rows or changes to measure for each question.
+        known: Other names that the file may contain.
     """
     done = {(one.set, one.id, one.name) for one in read(path, kind)}
     if others := sorted({name for *_, name in done} - {*names, *known}):
-        raise SystemExit(f"{path} has {others}, this run {[*names]}: choose other --results")
+        raise SystemExit(f"{path} has {others}, this run {[*names]}: choose different --results")
     end = time.monotonic() + 60 * minutes
     for item in items:
         if time.monotonic() > end:
@@ -46,7 +46,7 @@ def measure(
 
 
 def read(path: Path, kind: type[T]) -> Iterator[T]:
-    """The records of a file. Empty if the file does not exist."""
+    """Yield the records of a file, or nothing if the file does not exist."""
     if path.exists():
         with path.open(newline="", encoding="utf-8") as file:
             for line in csv.DictReader(file):
@@ -57,8 +57,8 @@ _KINDS = {"str": str, "int": int, "float": float}
 
 
 def append(path: Path, records: Sequence[Record | Change | Choice]) -> None:
-    """Append the records of one question in one write, so that a stopped run leaves no partial
-    record."""
+    """Append the records of a question in a single write, so that an interrupted run leaves no
+    partial record."""
     path.parent.mkdir(parents=True, exist_ok=True)
     is_new = not path.exists()
     with path.open("a", newline="", encoding="utf-8") as file:

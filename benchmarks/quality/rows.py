@@ -1,4 +1,4 @@
-"""Ways to answer: full mode, block mode with recipes, and full mode with only the best passage."""
+"""Rows of the tables: full mode, block mode with recipes, full mode with only the best passage."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ EARLIER = (
     *("recompute 10 %", "recompute 20 %"),
     *(f"{one}, recompute 10 %" for one in ("sink", "recipe")),
 )
-"""Rows of an earlier version, which chose the tokens by the attention of all layers."""
+"""Rows of an earlier version, which selected tokens by the attention in all layers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One question answered in one row.
+    """Answer to a question in a row.
 
     Args:
         kl, agreement: See ``lab.evaluation.fidelity``. NaN if the prompt has other passages.
-        computed_tokens, prompt_tokens: Number of computed tokens, and of all tokens of the prompt.
-        ttft_s: Seconds to the first token. NaN for rows that were added after full mode's row,
-            because the load of the machine had changed.
+        computed_tokens, prompt_tokens: Number of computed tokens, and of all prompt tokens.
+        ttft_s: Time to first token in seconds. NaN for rows that were added after full mode's row,
+            because the load on the machine had changed.
     """
 
     set: str
@@ -55,13 +55,13 @@ class Record:
 
 
 class Answerer:
-    """Answers one question in every row.
+    """Answers a question in every row.
 
     Args:
-        engine: The engine, without a recipe.
-        form: Prompt format of its model.
-        recipes: Recipes of block mode by row name.
-        max_new_tokens: Maximum length of an answer.
+        engine: Engine without a recipe.
+        form: Prompt format of the engine's model.
+        recipes: Recipes for block mode, by row name.
+        max_new_tokens: Maximum number of tokens per answer.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Answerer:
 
     @property
     def rows(self) -> list[str]:
-        """Names of all rows, in order."""
+        """Return the names of all rows, in order."""
         return [FULL, *self.recipes, BEST]
 
     def answer(self, item: Item, rows: Collection[str]) -> Iterator[Record]:
@@ -89,7 +89,7 @@ class Answerer:
             full, expected = self.full_answer(prompt)
             compare = _Comparison(item, full.token_ids, expected, is_timed=True)
             yield compare.record(FULL, full.text, expected, full.stats)
-        else:  # This computes the prompt once instead of twice, but is not timed.
+        else:  # Compute the prompt once instead of twice, without timing.
             ids, expected = full_answer(self.engine, prompt, self._options["max_new_tokens"])
             compare = _Comparison(item, ids, expected, is_timed=False)
         for name, recipe in self.recipes.items():
@@ -103,20 +103,20 @@ class Answerer:
     def _answered(
         self, row: str, compare: _Comparison, prompt: BlockPrompt, recipe: Recipe
     ) -> Record:
-        """Encode the blocks with a recipe, then answer."""
+        """Encode the blocks with a recipe, then answer the question."""
         self.engine.precompute(prompt.context, as_prompt=True, recipe=recipe)
         found = self.engine.generate(prompt, recipe=recipe, **self._options)
         logits = self.engine.answer_logits(prompt, compare.answer, recipe=recipe)
         return compare.record(row, found.text, logits, found.stats)
 
     def full_answer(self, prompt: BlockPrompt) -> tuple[Generation, Tensor]:
-        """Full mode's answer, and its log-probabilities ``[answer tokens, vocab]``."""
+        """Return full mode's answer, and its log-probabilities ``[answer tokens, vocab]``."""
         full = self.engine.generate(prompt, mode="full", **self._options)
         logits = self.engine.answer_logits(prompt, full.token_ids, mode="full")
         return full, logits.double().log_softmax(-1)
 
     def prompt(self, item: Item) -> BlockPrompt:
-        """The prompt of a question."""
+        """Return the prompt of a question."""
         tokenizer = self.engine.model.tokenizer.tokenizer
         return self._form.prompt(item.question, item.passages, tokenizer)
 
@@ -153,7 +153,7 @@ class _Comparison:
 
 
 def divergence(logits: Tensor, expected: Tensor) -> tuple[float, float]:
-    """KL and agreement of ``lab.evaluation.fidelity``, rounded.
+    """Return KL and agreement as in ``lab.evaluation.fidelity``, rounded.
 
     Args:
         logits: Logits ``[answer tokens, vocab]``.
@@ -164,7 +164,7 @@ def divergence(logits: Tensor, expected: Tensor) -> tuple[float, float]:
 
 
 class _Named(NamedTuple):
-    """Identity of a question, as ``FidelityRecord`` needs it."""
+    """Question id in the form that ``FidelityRecord`` requires."""
 
     id: str
     digest: str

@@ -1,7 +1,7 @@
-"""Sets of questions that need one passage, two passages, or the order of passages.
+"""Question sets that require one passage, two passages, or the order of passages.
 
-All sets except Natural Questions are made from the 40 articles in
-``blockattn_rag/app/demo/data/facts``, which no recipe was fitted to. Sets are deterministic.
+All sets except Natural Questions are generated from the 40 articles in
+``blockattn_rag/app/demo/data/facts``, which were not used to fit recipes. Sets are deterministic.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _PASSAGES = 6
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A question about passages, and the strings that a right answer contains.
+    """A question about passages, and the strings that a correct answer contains.
 
     Args:
-        id: Unique within its set.
+        id: Identifier that is unique within the set.
         set: Name of the set.
-        needed: A right answer contains one string of each of these groups.
-        rival: The wrong choice of a comparison. A right answer names the right choice first.
-        best: Index of the passage with the answer. If two are needed, index of the first.
+        needed: Groups of strings. A correct answer contains one string from each group.
+        rival: The wrong option of a comparison. A correct answer names the correct option first.
+        best: Index of the passage with the answer, or of the first one if two are needed.
     """
 
     id: str
@@ -43,7 +43,7 @@ class Item:
     rival: str = ""
 
     def is_right(self, answer: str) -> bool:
-        """Whether an answer is right, compared like ``lab.evaluation.metrics``."""
+        """Return whether an answer is correct, with the rules of ``lab.evaluation.metrics``."""
         if not all(contains_answer(answer, group) for group in self.needed):
             return False
         text = normalize_answer(answer)
@@ -51,7 +51,7 @@ class Item:
         return not self.rival or places[1] == -1 or places[0] < places[1]
 
     def f1(self, answer: str) -> float:
-        """Highest word overlap with an accepted answer. If two answers are needed, they are
+        """Return the highest F1 of any accepted answer. If two answers are needed, they are
         joined."""
         if len(self.needed) == 1:
             return f1_score(answer, self.needed[0])
@@ -107,17 +107,17 @@ _DATES: dict[str, tuple[str, dict[str, tuple[str, int]]]] = {
         },
     ),
 }
-"""By cluster: a comparison, and for each article its subject and what is compared (the smaller
-number is the answer). The articles state all of these numbers."""
+"""By cluster: a question, and for each article its subject and the number to compare (the smaller
+one is the answer). All numbers are stated in the articles."""
 
 
 def facts() -> list[Item]:
-    """90 questions, each answered by one of six articles."""
+    """Return 90 questions, each of which is answered by one of six articles."""
     return [_item("facts", one, passages_for(one, seed=0)) for one in load().questions]
 
 
 def comparisons() -> list[Item]:
-    """Questions that need two of six articles: which of two subjects came first or is longer."""
+    """Return questions that need two of six articles: which subject came first or is longer."""
     found = []
     for cluster, (question, subjects) in _DATES.items():
         for names in combinations(subjects, 2):
@@ -140,7 +140,7 @@ def comparisons() -> list[Item]:
 
 
 def pairs() -> list[Item]:
-    """Two questions at once, about two of six articles. A right answer answers both."""
+    """Return pairs of questions about two of six articles. A correct answer answers both."""
     articles = load().articles
     by_article = {one.article: one for one in load().questions}
     found = []
@@ -156,7 +156,7 @@ def pairs() -> list[Item]:
 
 
 def order() -> list[Item]:
-    """Questions about the order of the passages, which block mode knows from positions only."""
+    """Return questions about the order of passages. In block mode, only positions encode it."""
     found = []
     for one in load().questions:
         shown = passages_for(one, seed=1)
@@ -172,7 +172,7 @@ def order() -> list[Item]:
 
 
 def natural_questions(path: Path, passages: int) -> list[Item]:
-    """Natural Questions over Wikipedia passages, one of which has the answer."""
+    """Return Natural Questions with Wikipedia passages, one of which has the answer."""
     found = []
     for one in (sample.with_passages(passages) for sample in read_samples(path)):
         best = next(place for place, passage in enumerate(one.passages) if passage.gold)
@@ -182,9 +182,9 @@ def natural_questions(path: Path, passages: int) -> list[Item]:
 
 
 def tuning(path: Path) -> list[Item]:
-    """Questions to choose settings on, which are not among the first 200 of ``mixed``.
+    """Return questions for choosing settings, which are not among the first 200 of ``mixed``.
 
-    Two thirds are Natural Questions. No question is used with both 5 and 10 passages.
+    Two thirds are Natural Questions. No question occurs with both 5 and 10 passages.
     """
     others = [
         random.Random(0).sample(items, len(items))[_REPORTED:]
@@ -200,11 +200,11 @@ def tuning(path: Path) -> list[Item]:
 
 
 _REPORTED = 34
-"""Questions of each set that results report on."""
+"""Number of questions from each set that are used for reported results."""
 
 
 def mixed(sets: Iterable[Sequence[Item]]) -> list[Item]:
-    """Items of all sets in turn, each set in a fixed random order, so that any prefix is fair."""
+    """Alternate between sets, each in a fixed random order, so that any prefix is balanced."""
     drawn = [random.Random(0).sample(items, len(items)) for items in sets]
     return [item for turn in zip_longest(*drawn) for item in turn if item is not None]
 
@@ -219,9 +219,8 @@ def _item(name: str, one: FactQuestion, shown: Sequence[tuple[str, str]]) -> Ite
 def _with_distractors(
     needed: Sequence[str], draw: random.Random
 ) -> tuple[tuple[Passage, ...], int]:
-    """The needed articles and others, of their cluster and of other clusters, in random order.
-
-    Also returns the index of the first needed article."""
+    """Return the needed articles with distractors from their cluster and from other clusters, in
+    random order, and the index of the first needed article."""
     articles = load().articles
     cluster = articles[needed[0]].cluster
     others = sorted((a for a in articles.values() if a.id not in needed), key=lambda a: a.id)

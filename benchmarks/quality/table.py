@@ -1,4 +1,4 @@
-"""Tables of the quality benchmark, in Markdown, with 95 % bootstrap intervals over questions."""
+"""Markdown tables of the quality benchmark, with 95 % bootstrap intervals over questions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PLAIN = "block"
 
 
 def tables(records: Sequence[Record]) -> str:
-    """A table over all questions, and a table of right answers by set."""
+    """Format a table of all questions, and a table of correct answers by set."""
     by_row = _by_row(records)
     head: tuple[str, ...] = (
         "",
@@ -53,15 +53,15 @@ LABELS = {
     "recompute 20 %": "20 % recomputed, chosen by all layers",
     "recipe, recompute 10 %": "recipe, 10 % recomputed, chosen by all layers",
 }
-"""Rows of the summary, by name. The sink is left out if there is a recipe, which includes it."""
+"""Rows of the summary, by name. The sink is omitted if there is a recipe, which includes it."""
 
 
 def summary(records: Sequence[Record], repeated: Sequence[Record] = ()) -> str:
-    """Short table for users: right answers in percent, and the gain in time to first token.
+    """Format a short table for users: correct answers in percent, and speedup of the first token.
 
     Args:
         records: All answers of a model.
-        repeated: Answers with times, including full mode, for rows whose records have no times.
+        repeated: Timed answers, including full mode, for rows whose records have no times.
     """
     by_row, again = _by_row(records), _by_row(repeated)
     hidden = {"sink"} if "recipe" in by_row else set()
@@ -142,11 +142,11 @@ def _by_set(by_row: dict[str, Rows]) -> str:
 
 
 def diagnosis_table(changes: Sequence[Change], records: Sequence[Record]) -> str:
-    """Share of the recipe's divergence that each change removes, and the most attended passage.
+    """Format the share of divergence that each change removes, and the most attended passages.
 
     Args:
-        changes: The diagnosis of some questions.
-        records: Answers to the same questions. They show which questions the recipe loses.
+        changes: Diagnosis of some questions.
+        records: Answers to the same questions, which show the answers lost by the recipe.
     """
     by_name: dict[str, dict[tuple[str, str], Change]] = {}
     for one in changes:

@@ -1,13 +1,13 @@
-"""Run common uses of LangChain and LlamaIndex with this package's models and, if they are
-installed, with the frameworks' own local models ("peers").
+"""Run common use cases of LangChain and LlamaIndex with this package's models and, if installed,
+with the frameworks' own local models ("peers").
 
     python benchmarks/use_cases [--only NAME] [--output FILE.json]
 
-A use works if it completes and returns what the framework documents; the content of answers is not
-judged. Each use runs over ingested passages, with the bundled model and a chat template that
-supports tools. The reuse figure is the share of its prompt tokens that came from stored blocks. The
-script prints a table; ``--output`` also writes the figures as JSON, and the table next to them. The
-peers need langchain-huggingface and llama-index-llms-huggingface.
+A use case works if it completes and returns what the framework documents; the content of answers is
+not evaluated. Each use case runs with ingested passages, the bundled model and a chat template that
+supports tools. The reuse percentage is the share of its prompt tokens from stored blocks. The
+script prints a table; ``--output`` also writes the results as JSON, with the table next to the
+file. The peers require langchain-huggingface and llama-index-llms-huggingface.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ PEERS = ("langchain-huggingface", "llama-index-llms-huggingface")
 
 @contextmanager
 def noted(engine: BlockAttentionEngine) -> Iterator[list[PendingRequest]]:
-    """Record all requests to an engine."""
+    """Record all requests to an engine within the context."""
     asked: list[PendingRequest] = []
     runner = engine._runner
     answer_batch = runner.answer_batch
@@ -57,7 +57,7 @@ def noted(engine: BlockAttentionEngine) -> Iterator[list[PendingRequest]]:
 
 
 def tried_here(use: Use, kit: Any, engine: BlockAttentionEngine, *, trace: bool) -> Outcome:
-    """Run a use with a kit of this package's models, and measure reuse."""
+    """Run a use case with a kit of this package's models, and measure reuse."""
     with noted(engine) as asked:
         outcome = tried(use, kit, trace=trace)
     if outcome.result != "works":
@@ -68,9 +68,9 @@ def tried_here(use: Use, kit: Any, engine: BlockAttentionEngine, *, trace: bool)
 
 
 def rows_of(only: str, folder: Path, *, trace: bool) -> Iterator[Row]:
-    """Run the uses whose framework and name contain ``only``."""
+    """Run the use cases whose framework and name contain ``only``."""
     path = model_folder(folder)
-    # Without tails (`engine.tails`), because the uses repeat the same question.
+    # Disable tails (`engine.tails`), because the use cases repeat the same question.
     store = MemoryStore(1 << 30)
     engine = BlockAttentionEngine.from_pretrained(path, store=store, resident_bytes=0)
     own = {"LangChain": own_langchain(engine), "LlamaIndex": own_llama_index(engine)}
@@ -83,7 +83,7 @@ def rows_of(only: str, folder: Path, *, trace: bool) -> Iterator[Row]:
 
 
 def versions() -> dict[str, str]:
-    """Versions of the frameworks and of the installed peers."""
+    """Return the versions of the frameworks and of the installed peers."""
     found = {}
     for name in (*FRAMEWORKS, *PEERS):
         try:
@@ -94,17 +94,17 @@ def versions() -> dict[str, str]:
 
 
 def closing(rows: Sequence[Row], here: dict[str, Any]) -> str:
-    """Text below the table: counts, machine and versions."""
+    """Return the text below the table: counts, machine and versions."""
     named = ", ".join(f"{name} {version}" for name, version in here["versions"].items())
     return f"{summary(rows)}\n\n*{here['processor']}, {here['threads']} threads; {named}.*"
 
 
 def main(
-    only: Annotated[str, typer.Option(help="Run only uses whose name contains this.")] = "",
+    only: Annotated[str, typer.Option(help="Run use cases whose name contains this.")] = "",
     output: Annotated[Path | None, typer.Option(help="A .json file; .md goes next to it.")] = None,
     trace: Annotated[bool, typer.Option(help="Print tracebacks of failures.")] = False,
 ) -> None:
-    """Run the uses, and print a table."""
+    """Run the use cases, and print a table."""
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
         for row in rows_of(only, Path(folder) / "bundled-with-tools", trace=trace):

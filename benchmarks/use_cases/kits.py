@@ -1,6 +1,6 @@
-"""Kits for the uses: models, ingested passages, and functions that put passages into prompts.
+"""Kits for the use cases: models, ingested passages, and functions that insert passages in prompts.
 
-Each framework has one kit with this package's models and one with the framework's own local models.
+Each framework has a kit with this package's models and one with the framework's own local models.
 Both load the same folder: the bundled model, with a chat template that supports tools.
 """
 
@@ -45,9 +45,9 @@ from blockattn_rag.llama_index import (
 )
 
 TOKENS = 16
-"""Maximum tokens of an answer in words."""
+"""Maximum number of tokens in a text answer."""
 OBJECT_TOKENS = 160
-"""Maximum tokens of an answer that is an object or a call."""
+"""Maximum number of tokens in an answer that is an object or a call."""
 
 TEMPLATE = """
 {{- bos_token }}
@@ -72,10 +72,10 @@ TEMPLATE = """
 
 @dataclass
 class LangChainKit:
-    """The objects of a LangChain application.
+    """Components of a LangChain application.
 
     ``caller`` is ``chat`` with a higher token limit. ``encode`` is the ingestion step for
-    documents; ``show`` and ``document_prompt`` put passages into prompts.
+    documents; ``show`` and ``document_prompt`` insert passages in prompts.
     """
 
     chat: Any
@@ -103,7 +103,7 @@ class LangChainKit:
 
     @property
     def tool(self) -> Any:
-        """The retriever as a tool."""
+        """Return the retriever as a tool."""
         return self.make_tool(self.retriever, "encyclopedia", "Looks up towers and lakes.")
 
     @property
@@ -111,22 +111,22 @@ class LangChainKit:
         return self.chain_over(self.retriever)
 
     def chain_over(self, retriever: Any) -> Any:
-        """The usual RAG chain: retriever, prompt, model."""
+        """Return the usual RAG chain: retriever, prompt, model."""
         context = retriever | RunnableLambda(self.show)
         return {"context": context, "input": RunnablePassthrough()} | self.prompt | self.chat
 
     def found(self) -> str:
-        """Retrieved passages in the form that prompts contain."""
+        """Return retrieved passages in the format for prompts."""
         return self.show(self.retriever.invoke(QUESTION))
 
 
 @dataclass
 class LlamaIndexKit:
-    """The objects of a LlamaIndex application.
+    """Components of a LlamaIndex application.
 
     ``caller`` is ``llm`` with a higher token limit. ``transforms`` returns the last ingestion
-    steps; its options select the text of the nodes that the model will see. ``synthesizer``
-    replaces LlamaIndex's ``get_response_synthesizer``.
+    steps; its options select the text of a node in prompts. ``synthesizer`` replaces LlamaIndex's
+    ``get_response_synthesizer``.
     """
 
     llm: Any
@@ -146,7 +146,7 @@ class LlamaIndexKit:
         self.index = VectorStoreIndex(list(nodes))
 
     def prepare(self) -> None:
-        """Make this kit's model LlamaIndex's default."""
+        """Set this kit's model as LlamaIndex's default."""
         Settings.embed_model = HashingEmbedding()
         self.configure(self.llm)
 
@@ -167,7 +167,7 @@ def passages() -> list[str]:
 
 
 def model_folder(folder: Path) -> str:
-    """Save the bundled model to a folder, with a chat template that supports tools."""
+    """Save the bundled model with a chat template that supports tools, and return the folder."""
     bundled = Path(blockattn_rag.__file__).parent / "model" / "bundled"
     shutil.copytree(bundled, folder)
     (folder / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
@@ -208,7 +208,7 @@ def own_llama_index(engine: BlockAttentionEngine) -> LlamaIndexKit:
 
 
 def installed(module: str) -> Any:
-    """An optional module, or None if it is not installed."""
+    """Import an optional module. Return None if it is not installed."""
     try:
         return importlib.import_module(module)
     except ImportError:
@@ -216,7 +216,7 @@ def installed(module: str) -> Any:
 
 
 def peer_langchain(folder: str) -> LangChainKit | None:
-    """``ChatHuggingFace``, if it is installed."""
+    """Return a kit with ``ChatHuggingFace``, or None if it is not installed."""
     if (package := installed("langchain_huggingface")) is None:
         return None
 
@@ -225,7 +225,7 @@ def peer_langchain(folder: str) -> LangChainKit | None:
         pipeline = package.HuggingFacePipeline.from_model_id(
             folder, "text-generation", pipeline_kwargs=options
         )
-        # By default, LangChain downloads GPT-2's tokenizer to count tokens.
+        # By default, LangChain would download the GPT-2 tokenizer to count tokens.
         count = pipeline.pipeline.tokenizer.encode
         return package.ChatHuggingFace(llm=pipeline, custom_get_token_ids=count)
 
@@ -243,7 +243,7 @@ def peer_langchain(folder: str) -> LangChainKit | None:
 
 
 def peer_llama_index(folder: str) -> LlamaIndexKit | None:
-    """``HuggingFaceLLM``, if it is installed."""
+    """Return a kit with ``HuggingFaceLLM``, or None if it is not installed."""
     if (package := installed("llama_index.llms.huggingface")) is None:
         return None
 

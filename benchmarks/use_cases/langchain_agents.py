@@ -1,4 +1,4 @@
-"""Uses of LangChain's agents and graphs."""
+"""Use cases of LangChain's agents and graphs."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _(kit: LangChainKit) -> Any:
 
 @langchain("create_agent: response_format by a tool")
 def _(kit: LangChainKit) -> Any:
-    # LangChain refuses two objects in one answer, and a small model may repeat the call.
+    # LangChain rejects answers with two objects, and a small model may repeat the call.
     @wrap_model_call
     def one_call(request: Any, handler: Any) -> Any:
         return handler(request.override(model_settings={"parallel_tool_calls": False}))

@@ -1,4 +1,4 @@
-"""Uses of LangChain's chains and retrievers."""
+"""Use cases of LangChain's chains and retrievers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from registry import QUESTION, SECOND_QUESTION, langchain
 
 from blockattn_rag.langchain import HashingEmbeddings
 
-# -- ways to call a chain --------------------------------------------------------------------
+# -- calling a chain -------------------------------------------------------------------------
 
 
 @langchain("chain: invoke")
@@ -150,7 +150,7 @@ def _(kit: LangChainKit) -> Any:
 
 @langchain("load_summarize_chain: map_reduce")
 def _(kit: LangChainKit) -> Any:
-    # The chain has no document prompt, so the documents' texts contain the markers.
+    # The chain has no document prompt, so put the markers into the documents' text.
     found = [Document(kit.show([document])) for document in kit.retriever.invoke(QUESTION)]
     chain = load_summarize_chain(kit.chat, "map_reduce")
     return chain.invoke({"input_documents": found})["output_text"]
@@ -197,7 +197,7 @@ def _(kit: LangChainKit) -> Any:
 
 
 class _SharedWords(BaseCrossEncoder):
-    """Substitute for a cross-encoder: scores a pair of texts by their shared words."""
+    """Fake cross-encoder that scores a pair of texts by their shared words."""
 
     def score(self, text_pairs: list[tuple[str, str]]) -> list[float]:
         return [float(len(set(one.split()) & set(other.split()))) for one, other in text_pairs]

@@ -1,4 +1,4 @@
-"""Uses of a chat model in LangChain: calls, histories, objects, tools."""
+"""Use cases of a chat model in LangChain: calls, histories, structured output, tools."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def _(kit: LangChainKit) -> Any:
     return dumpd(kit.prompt | kit.chat)["kwargs"]["last"]
 
 
-# -- objects ---------------------------------------------------------------------------------
+# -- structured output -----------------------------------------------------------------------
 
 
 def _object_by(method: str) -> Run:

@@ -1,4 +1,4 @@
-"""Uses of LlamaIndex's query engines, chat engines and retrievers."""
+"""Use cases of LlamaIndex's query engines, chat engines and retrievers."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def _(kit: LlamaIndexKit) -> Any:
     return "".join(asyncio.run(pieces()))
 
 
-# -- engines over engines --------------------------------------------------------------------
+# -- composed engines ------------------------------------------------------------------------
 
 
 def _tools(kit: LlamaIndexKit) -> list[QueryEngineTool]:

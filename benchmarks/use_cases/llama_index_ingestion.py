@@ -1,4 +1,4 @@
-"""Uses of LlamaIndex for ingestion, indexing and evaluation."""
+"""Use cases of LlamaIndex for ingestion, indexing and evaluation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Uses of an LLM in LlamaIndex: calls, objects, tools, agents, memory."""
+"""Use cases of an LLM in LlamaIndex: calls, structured output, tools, agents, memory."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def _(kit: LlamaIndexKit) -> Any:
     return kit.llm.to_dict()["class_name"]
 
 
-# -- objects ---------------------------------------------------------------------------------
+# -- structured output -----------------------------------------------------------------------
 
 
 @llama_index("structured_predict")

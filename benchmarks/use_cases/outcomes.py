@@ -1,4 +1,4 @@
-"""Outcomes of the uses, their table and their counts."""
+"""Outcomes of the use cases, with their table and counts."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from registry import Use
 from blockattn_rag.errors import IncompleteAnswerError, ToolCallError
 
 UNREAD = (OutputParserException, IncompleteAnswerError, ToolCallError)
-"""Errors that a model's answer causes: it does not follow the format, or is truncated."""
+"""Errors caused by the model's answer: it does not follow the format, or is truncated."""
 UNREAD_BY_FORMAT = (ValueError, IndexError, KeyError)
-"""Further errors that the frameworks' parsers raise for such answers."""
+"""Names of other errors that the frameworks' parsers raise for these answers."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Outcome of a use. ``result`` is "works", "unread", "fails" or "not installed".
+    """Outcome of a use case. ``result`` is "works", "unread", "fails" or "not installed".
 
-    ``error`` is the name of the error. ``prompt_tokens`` counts the tokens of all prompts of the
-    use, and ``reused_tokens`` counts its tokens from stored blocks.
+    ``error`` is the name of the error. ``prompt_tokens`` is the number of tokens in all prompts of
+    the use case, and ``reused_tokens`` the number of those from stored blocks.
     """
 
     result: str
@@ -45,7 +45,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Row:
-    """A use, and its outcomes with this package's models and with the framework's own models."""
+    """A use case, and its outcomes with this package's models and the framework's own models."""
 
     framework: str
     use: str
@@ -54,7 +54,7 @@ class Row:
 
 
 def tried(use: Use, kit: Any, *, trace: bool = False) -> Outcome:
-    """Run a use with a kit, which is None if it is not installed.
+    """Run a use case with a kit, which is None if it is not installed.
 
     ``trace`` prints tracebacks of failures.
     """
@@ -77,7 +77,7 @@ def tried(use: Use, kit: Any, *, trace: bool = False) -> Outcome:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """The table in Markdown."""
+    """Format the outcomes as a Markdown table."""
     head = ["| | use | blockattn_rag | the framework's own local model |", "|---|---|---|---|"]
     return "\n".join(
         [*head, *(f"| {row.framework} | {row.use} | {row.ours} | {row.peer} |" for row in rows)]
@@ -85,7 +85,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def counts(rows: Sequence[Row]) -> dict[str, Any]:
-    """Number of uses by result. ``only_peer`` lists the uses that work only with a peer."""
+    """Count use cases by result. ``only_peer`` lists those that work only with a peer."""
     only_peer = [r.use for r in rows if r.peer.result == "works" and r.ours.result != "works"]
     return {
         "uses": len(rows),
@@ -97,7 +97,7 @@ def counts(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def summary(rows: Sequence[Row]) -> str:
-    """The counts in a sentence or two."""
+    """Return the counts as text."""
     found = counts(rows)
 
     def listed(results: dict[str, int]) -> str:

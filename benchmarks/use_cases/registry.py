@@ -1,4 +1,4 @@
-"""The list of uses. A use is a small function that takes a kit and returns the use's result."""
+"""Registry of use cases. A use case is a small function that takes a kit and returns a result."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Run = Callable[[Any], Any]
 
 @dataclass(frozen=True)
 class Use:
-    """A common use of a framework.
+    """A common use case of a framework.
 
     ``by_format``: The framework describes an output format in the prompt and parses the answer
     itself. It passes no schema to the model class, so success depends only on the model.
@@ -37,23 +37,23 @@ MODULES = (
     "llama_index_ingestion",
     "llama_index_models",
 )
-"""Modules that register their uses on import."""
+"""Modules that register use cases on import."""
 
 
 def all_uses() -> list[Use]:
-    """The uses in the table's order."""
+    """Return all use cases, in table order."""
     for module in MODULES:
         importlib.import_module(module)
     return USES
 
 
 def langchain(name: str, *, by_format: bool = False) -> Callable[[Run], Run]:
-    """Register a use of a ``LangChainKit``."""
+    """Return a decorator that registers a use case of a ``LangChainKit``."""
     return _registers("LangChain", name, by_format)
 
 
 def llama_index(name: str, *, by_format: bool = False) -> Callable[[Run], Run]:
-    """Register a use of a ``LlamaIndexKit``."""
+    """Return a decorator that registers a use case of a ``LlamaIndexKit``."""
     return _registers("LlamaIndex", name, by_format)
 
 
