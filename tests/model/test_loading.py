@@ -92,6 +92,7 @@ def test_an_adapter_is_merged_into_its_base(saved: Path, tmp_path: Path) -> None
     merged = BlockModel(tuned.merge_and_unload(), tiny_tokenizer())
     assert loaded.is_block_tuned
     assert loaded.fingerprint == merged.fingerprint
+    assert all(parameter.requires_grad for parameter in loaded.hf_model.parameters())
     plain = BlockModel(shared_tiny_llama(), tiny_tokenizer())
     assert loaded.fingerprint != plain.fingerprint
     loaded.hf_model.save_pretrained(tmp_path / "merged")
