@@ -100,7 +100,7 @@ def test_a_model_that_changes_in_use_is_refused(model: Any, name: str) -> None:
 def test_a_model_that_changes_before_its_fingerprint_is_known_is_refused(model: Any) -> None:
     in_use = block_model(model)
     next_float(model)
-    with pytest.raises(UnsupportedModelError, match="Make a new engine"):
+    with pytest.raises(UnsupportedModelError, match="create a new engine"):
         in_use.fingerprint  # noqa: B018 -- computed on the first access
     assert block_model(model).fingerprint != ORIGINAL
 

@@ -43,7 +43,7 @@ def test_a_model_loaded_by_path_is_the_one_that_was_saved(saved: Path) -> None:
 
 
 def test_a_ready_model_needs_its_tokenizer(saved: Path) -> None:
-    with pytest.raises(ValueError, match="without its tokenizer; pass tokenizer="):
+    with pytest.raises(ValueError, match="requires its tokenizer: pass tokenizer="):
         BlockModel.from_pretrained(shared_tiny_llama())
     assert BlockModel.from_pretrained(shared_tiny_llama(), tokenizer=saved).tokenizer.prefix_ids
 
