@@ -294,9 +294,9 @@ def test_under_autocast_nothing_is_encoded(model: Any) -> None:
     in_use = block_model(model)
     before = in_use.fingerprint
     with torch.autocast("cpu", torch.bfloat16):
-        with pytest.raises(ValueError, match=r"Autocast to torch\.bfloat16 is on"):
+        with pytest.raises(ValueError, match=r"Autocast to torch\.bfloat16 is enabled"):
             next(in_use.encode([EncodeRequest(IDS, "", "")]))
-        with pytest.raises(ValueError, match=r"Autocast to torch\.bfloat16 is on"):
+        with pytest.raises(ValueError, match=r"Autocast to torch\.bfloat16 is enabled"):
             block_model(copy.deepcopy(model))
         assert in_use.fingerprint == before  # to look up what is stored
     assert states(in_use)[0].dtype == torch.float32

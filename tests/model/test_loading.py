@@ -124,7 +124,7 @@ def test_a_folder_may_hold_a_tokenizer_alone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("name", "meant"), [("bundeld", "bundled"), ("smolm2", "smollm2")])
 def test_a_misspelt_name_is_told_without_asking_the_hub(name: str, meant: str) -> None:
-    with pytest.raises(FileNotFoundError, match=f"no model '{name}'; did you mean '{meant}'"):
+    with pytest.raises(FileNotFoundError, match=f"Unknown model '{name}'; did you mean '{meant}'"):
         load_config(name)
     assert resolve_name("bundle-7b/chat") == "bundle-7b/chat"
 
