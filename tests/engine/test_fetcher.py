@@ -106,7 +106,7 @@ def test_a_bad_entry_is_a_miss_with_a_warning_and_is_overwritten(
         found = fetch(fetcher, [A])
     assert (found.hits, found.misses) == (0, 1)
     assert found.blocks[0].token_ids.tolist() == good.token_ids.tolist()
-    assert "computed again and the entry is overwritten" in caplog.text
+    assert "recomputed and the entry is overwritten" in caplog.text
     assert store.puts == 2
 
 
@@ -209,7 +209,7 @@ def test_a_block_too_large_to_stay_is_read_for_every_answer_without_a_word(
 
 
 def test_a_negative_room_for_residents_is_refused(model: BlockModel, store: FaultyStore) -> None:
-    with pytest.raises(ValueError, match="resident_bytes must be 0 or more, found -1"):
+    with pytest.raises(ValueError, match="Invalid resident_bytes -1: expected 0 or more"):
         BlockFetcher(model, store, resident_bytes=-1)
 
 
@@ -274,7 +274,7 @@ def test_a_store_that_does_not_answer_is_not_given_what_is_private_to_a_prompt(
     monkeypatch.setattr(DirectoryStore, "get", fail)
     with caplog.at_level(logging.WARNING, "blockattn_rag"):
         assert fetch(on_disk, [of(origin), A]).misses == 2
-    assert "computed again and the store is tried again next time" in caplog.text
+    assert "recomputed and the store is tried again next time" in caplog.text
     assert on_disk.contains(A)
     assert not on_disk.contains(of(origin), first=True)
 

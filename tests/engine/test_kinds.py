@@ -171,7 +171,7 @@ def test_recomputing_all_passages_gives_full_modes_answers(kind: str, assembly: 
 def test_auto_recomputes_tokens(kind: str, caplog: pytest.LogCaptureFixture) -> None:
     model = new_model(kind)
     assert BlockAttentionEngine(model, recipe="auto").recipe == Recipe("head", recompute=0.1)
-    assert "uses 'head+recompute:0.1', which computes 10 %" in caplog.text
+    assert "uses 'head+recompute:0.1', which recomputes 10 %" in caplog.text
 
 
 def test_a_stock_hybrid_model_promotes_one_passage() -> None:

@@ -187,7 +187,7 @@ def test_skips_damage(model: BlockModel, tmp_path: Path, caplog: pytest.LogCaptu
     engine = BlockAttentionEngine(model, tmp_path / "kv", read_only=True)
     for hits in (0, 3):
         assert engine.generate(PROMPT, max_new_tokens=1).stats.hits == hits
-    assert "computed again and kept in memory" in caplog.text
+    assert "recomputed and kept in memory" in caplog.text
     assert [path] == list((tmp_path / "kv").rglob("*.safetensors"))
 
 
