@@ -53,8 +53,8 @@ def test_a_variable_reaches_the_template() -> None:
         ({"enable_thinkin": False}, ValueError, "enable_thinkin in .* it reads: enable_thin"),
         ({"tools": []}, ValueError, "tools in chat_template_kwargs, which this package sets"),
         ({"add_generation_prompt": False}, ValueError, "Found add_generation_prompt in"),
-        (["enable_thinking"], TypeError, "as a mapping of names"),
-        ({1: 2}, TypeError, "as a mapping of names"),
+        (["enable_thinking"], TypeError, "to be a mapping"),
+        ({1: 2}, TypeError, "to be a mapping"),
     ],
 )
 def test_unread_and_reserved_variables_are_refused(
