@@ -109,7 +109,7 @@ def test_calls_are_constrained_by_the_models_defaults(framework: Framework) -> N
     chat = framework.chat(engine, generate_kwargs={"tool_calls": "constrained"})
     assert framework.ask(chat, "whole").text == said[0].text
     assert not framework.ask(chat, "whole", tools=[TOOL]).calls
-    with pytest.raises(ValueError, match="tool_calls must be 'free' or 'constrained'; found 'no'"):
+    with pytest.raises(ValueError, match="Invalid tool_calls 'no': expected 'free'"):
         framework.ask(chat, "whole", tools=[TOOL], tool_calls="no")
 
 

@@ -131,5 +131,5 @@ def test_settings_of_sampling_leave_strings_to_their_limit(engine: BlockAttentio
 
 
 def test_ended_json_without_grammar_is_no_object(engine: BlockAttentionEngine) -> None:
-    with pytest.raises(IncompleteAnswerError, match="it repeated itself; pass a schema"):
+    with pytest.raises(IncompleteAnswerError, match="it repeated itself: pass a schema"):
         ask(engine, "alone").json()

@@ -42,7 +42,7 @@ def test_a_choice_is_a_word_or_a_tool_s_name(choice: Any, expected: str) -> None
 
 @pytest.mark.parametrize("choice", [{"function": "add"}, {"function": {"name": None}}, {}, 1, "x"])
 def test_another_choice_is_refused(choice: Any) -> None:
-    with pytest.raises(ValueError, match=r"the name of a tool \(add\); found"):
+    with pytest.raises(ValueError, match=r"the name of a tool \(add\)"):
         choice_of(choice, [tool("add")])
 
 
@@ -66,9 +66,9 @@ def test_a_required_call_needs_no_template_that_knows_tools() -> None:
     assert '"name": "add"' in text_of(
         prompt_spans(_tokenizer(template), [{"role": "user", "content": "?"}], held)
     )
-    with pytest.raises(ValueError, match=r"template of small supports no tools.*require a call"):
+    with pytest.raises(ValueError, match=r"template of small does not support tools.*require a call"):
         use("add", template=template)
-    with pytest.raises(ValueError, match="supports no tools"):
+    with pytest.raises(ValueError, match="does not support tools"):
         use("add", template=None, tool_choice="any")
 
 
@@ -89,7 +89,7 @@ def test_a_grammar_that_forbids_required_or_constrained_calls_is_refused(options
 
 
 def test_an_unknown_way_of_calls_is_refused() -> None:
-    with pytest.raises(ValueError, match="tool_calls must be 'free' or 'constrained'; found 'all'"):
+    with pytest.raises(ValueError, match="Invalid tool_calls 'all': expected 'free'"):
         use("add", tool_calls="all")
 
 
