@@ -1,4 +1,4 @@
-"""File utilities: the state folder, and atomic writes."""
+"""File utilities: the state folder, atomic writes and file locks."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ _TIMED = (64, 8192, True)
 """Benchmark case that the fastest kernel is chosen by: a question after its passages."""
 
 _MARGIN = 1.05
-"""Minimum speedup for a package to replace PyTorch's kernel, which exceeds timing noise."""
+"""Minimum speedup for a package to replace PyTorch's kernel. Timing noise is lower."""
 
 _logger = logging.getLogger(__name__)
 

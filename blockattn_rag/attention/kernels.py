@@ -66,7 +66,7 @@ def attend(
     mask: Tensor | None = None,
     cap: float | None = None,
 ) -> Partial:
-    """Compute attention with the fastest exact kernel. Shapes are those of the module docstring."""
+    """Compute attention with the fastest exact kernel. See the module docstring for shapes."""
     kernel = attend_plain if cap is not None else kernel_for(query, key, value, mask)
     if kernel is not attend_plain:
         return kernel(query, key, value, scale, mask)

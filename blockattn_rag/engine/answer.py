@@ -113,7 +113,7 @@ class Answer:
         self._show()
 
     def push_batched(self, token: int) -> bool:
-        """``push`` for a batch row. Padding after the end of the answer is ignored.
+        """Like ``push``, for a batch row. Ignores padding after the end of the answer.
 
         Returns:
             Whether the answer has ended.

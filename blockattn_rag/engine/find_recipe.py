@@ -70,7 +70,7 @@ def resolve_recipe(
     Raises:
         ValueError: the recipe is missing or damaged, or does not belong to the model.
         OSError: the recipe cannot be read.
-        TypeError: ``given`` has another type.
+        TypeError: ``given`` has an unsupported type.
     """
     if given is None or given == AUTO:
         return _automatic(model, store, folder, stock)
@@ -82,7 +82,7 @@ def resolve_recipe(
         recipe = Recipe.load(given)
     else:
         raise TypeError(
-            f"Invalid recipe {given!r:.80}: expected a Recipe, the folder of one, 'auto', or "
+            f"Invalid recipe {given!r:.80}: expected a Recipe, a recipe's folder, 'auto', or "
             f"{TEXT_FORMS}."
         )
     check_fits(recipe, model)

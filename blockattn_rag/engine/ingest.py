@@ -114,7 +114,7 @@ def progress(
     on_progress: Callable[[int, int], None] | None,
     unit: str = "tokens",
 ) -> Iterator[Callable[[int], None]]:
-    """Context with a function that reports more tokens to a progress bar and a callback.
+    """Yield a function that reports newly finished tokens to a progress bar and a callback.
 
     Progress is measured in tokens, because the time per block depends on its length, and short
     blocks are computed first.

@@ -93,7 +93,7 @@ class RecipeOutline:
 
 
 _SINK = ":"
-"""Name of the sink among the settings, which does not appear in the text form."""
+"""Key of the sink among the parsed settings. The text form does not contain it."""
 
 _KINDS: dict[str, type[str] | type[int] | type[float]] = {
     _SINK: str,

@@ -134,7 +134,7 @@ class Scheduler:
                 del batch
 
     def _take(self) -> list[Pending[Any]]:
-        """Wait for the next batch. An empty batch ends the thread."""
+        """Wait for the next batch. Returns an empty batch to end the thread."""
         with self._changed:
             self._running = ()
             while not self._has_ended:

@@ -114,7 +114,7 @@ def rotate_into(
     Args:
         out: Output ``[heads, tokens, head_dim]``, which may be a view of a larger tensor.
         states: Keys of the same shape.
-        cos, sin: ``[tokens, rotary_dim]``.
+        cos, sin: Cosines and sines ``[tokens, rotary_dim]``.
         layout: Rotary layout of the keys.
     """
     is_trained = torch.is_grad_enabled() and states.requires_grad

@@ -10,18 +10,18 @@ import triton.language as tl
 from torch import Tensor
 
 _ROWS = 16
-"""Number of keys of one head that one program rotates."""
+"""Number of keys of a head that each program rotates."""
 
 
 def rotate_fused(
     out: Tensor, states: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool
 ) -> None:
-    """``rope.rotate_into`` on a GPU.
+    """``rope.rotate_into`` as a single GPU kernel.
 
     Args:
         out: Output ``[heads, tokens, size]``: the first tokens of a contiguous tensor.
         states: Keys of the same shape.
-        cos, sin: ``[tokens, rotary_dim]``, float32.
+        cos, sin: Cosines and sines ``[tokens, rotary_dim]``, float32.
         interleaved: Whether dimension ``2i`` pairs with ``2i + 1``.
     """
     heads, tokens, size = states.shape

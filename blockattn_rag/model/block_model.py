@@ -113,7 +113,7 @@ class BlockModel(ContextModel):
 
     @property
     def vocabulary_size(self) -> int:
-        """Number of token ids: every id is smaller."""
+        """Size of the vocabulary, which token ids are smaller than."""
         return vocabulary_size(self.hf_model)
 
     @property
@@ -134,7 +134,7 @@ class BlockModel(ContextModel):
         """
         with self.lock:
             self.check_unchanged()
-            # Files that changed after the weights were loaded belong to another model.
+            # Files that have changed since the weights were loaded belong to another model.
             files = self._files if self._files is not None and self._files.is_current else None
             identity = partial(fingerprint_of, self.hf_model, self.tokenizer, self.profile.kinds)
             try:
@@ -210,7 +210,7 @@ class BlockModel(ContextModel):
 
     @contextmanager
     def running(self, sampling: Sampling) -> Iterator[None]:
-        """Context for generating with these options, in which no other thread runs the model."""
+        """Context manager that keeps other threads from running the model during generation."""
         alone = sampling.seed is not None
         draws = decoding.draws_tokens(sampling)
         with turn_to_draw(self.lock, alone=alone) if draws else self.lock:

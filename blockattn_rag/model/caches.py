@@ -1,9 +1,9 @@
 """Transformers caches that begin with stored blocks, which are copied or read in place.
 
 Hooks before and after each forward pass record its ``ContextCache``, if any, so that the attention
-function can look it up (``running_cache``). Nested forward passes without a ``ContextCache``, such
-as those of a logits processor, are therefore not affected. The record is a context variable, so
-several engines and threads may run concurrently.
+function can look it up (``running_cache``). Nested forward passes with another cache, such as those
+of a logits processor, are therefore not affected. The record is a context variable, so several
+engines and threads may run concurrently.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from blockattn_rag.model.kinds import LayerKind, in_order, new_cache, storing
 
 
 class CacheAttention(Protocol):
-    """Attention of the queries of a forward pass; see ``RelayPlan.attend``.
+    """Computes the attention of a forward pass; see ``RelayPlan.attend``.
 
     ``takes_mask``: Whether ``attend`` uses a mask. Otherwise, no mask is built.
     """
@@ -144,7 +144,7 @@ class _GrowingLayer(DynamicLayer):
     """Layer that writes new tokens into free space at the end of its tensors.
 
     Args:
-        keys, values: ``[rows, heads, tokens + room, size]``.
+        keys, values: Tensors ``[rows, heads, tokens + room, size]``.
         tokens: Number of tokens in use.
     """
 
@@ -263,7 +263,7 @@ class RelayCache(ContextCache):
     Args:
         plan: Attention over the blocks.
         layers: Layers of the model's own cache. Layers that store keys and values are replaced.
-        kinds: Kinds of the layers.
+        kinds: Kind of each layer.
     """
 
     attention: RelayPlan

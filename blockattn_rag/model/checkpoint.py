@@ -60,7 +60,7 @@ class CheckpointModel(TunedModel):
 
     @property
     def vocabulary_size(self) -> int:
-        """Number of token ids: every id is smaller."""
+        """Size of the vocabulary, which token ids are smaller than."""
         return int(self._config.get_text_config(decoder=True).vocab_size)
 
     @cached_property

@@ -38,7 +38,7 @@ from blockattn_rag.kv.rope import RotaryLayout, rotate
 from blockattn_rag.model.probe import StateOutline
 
 PLACES = (1, 2, 4, 8, 16, 32, 64)
-"""Ends (exclusive) of the groups of token indices that share a constant. The last one is open."""
+"""Upper bounds (exclusive) of groups of token indices that share a constant. One group follows."""
 
 NUM_PLACES = len(PLACES) + 1
 
@@ -118,7 +118,7 @@ class Correction:
         """Apply the correction to a block.
 
         Args:
-            kv: Uncorrected block, with keys rotated for positions 0..n-1.
+            kv: Uncorrected block, with keys rotated to positions 0..n-1.
 
         Returns:
             New block with its own digest, with the same shapes and in the model's dtype.
@@ -153,7 +153,7 @@ class Correction:
         """Apply the correction to one layer of a block.
 
         Args:
-            keys: Keys ``[K, n, key size]``, rotated for positions 0..n-1.
+            keys: Keys ``[K, n, key size]``, rotated to positions 0..n-1.
             values: Values ``[K, n, value size]``.
 
         Returns:
@@ -178,7 +178,7 @@ def bare_states(
     Args:
         keys: Rotated keys ``[K, n, key size]``.
         values: Values ``[K, n, value size]``.
-        positions: Positions that the keys are rotated for. Default: 0..n-1.
+        positions: Positions that the keys are rotated to. Default: 0..n-1.
     """
     bare = keys.float()
     if layout.rotates:
@@ -197,7 +197,7 @@ _FORMAT = {"format": "blockattn_rag.correction", "version": "1"}
 
 
 def save_correction(correction: Correction, path: Path) -> None:
-    """Write a correction to a file, atomically.
+    """Write a correction to a file atomically.
 
     Raises:
         ValueError: a number is not finite, or a shape is wrong.
@@ -209,7 +209,7 @@ def save_correction(correction: Correction, path: Path) -> None:
 
 
 def correction_bytes(correction: Correction) -> bytes:
-    """The contents of a correction's file.
+    """Serialize a correction to the contents of a file.
 
     Raises:
         ValueError: a number is not finite, or a shape is wrong.

@@ -91,7 +91,7 @@ def generate(
     matchers: Sequence[Matching | None] = (),
     on_failure: Callable[[int, GrammarError], object] | None = None,
 ) -> list[list[int]]:
-    """Generate answers to several (context ids, final ids), each padded on the left.
+    """Generate answers to a batch of (context ids, final ids), both padded on the left.
 
     The arguments are those of ``BlockModel.generate_batch``. Padding does not affect positions,
     which count real tokens only.
@@ -258,7 +258,7 @@ def _add_grammars(
         return None
     ends = end_token_ids(hf_model, tokenizer, arguments)
     if not ends:
-        raise ValueError("Found no eos_token_id, but a grammar needs a token that ends the answer")
+        raise ValueError("No eos_token_id is set, but a grammar requires an end token: set it")
     constraint = GrammarConstraint(
         matchers,
         prompt_width,

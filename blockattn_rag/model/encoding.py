@@ -46,7 +46,7 @@ def batches(
         sink = f" after a sink of {len(first.sink_ids)} tokens" if first.sink_ids else ""
         raise ContextOverflowError(
             f"A block has {len(first.token_ids)} tokens{sink}, but the model accepts at most "
-            f"{limit}; split the passage into smaller chunks{', or shorten the sink' * bool(sink)}"
+            f"{limit}: split the passage into smaller chunks{', or shorten the sink' * bool(sink)}"
         )
     while order:
         rows = _batch_rows([request.num_tokens for request in order], budget)

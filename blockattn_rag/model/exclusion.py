@@ -51,7 +51,7 @@ def holds_a_model() -> bool:
 
 @contextmanager
 def counts_as_holder() -> Iterator[None]:
-    """Context in which the current thread counts as running a model, even between its calls."""
+    """Context in which the current thread counts as running a model, even between model calls."""
     _this_thread.models += 1
     try:
         yield
@@ -95,7 +95,7 @@ def turn_to_draw(lock: ModelLock, *, alone: bool) -> Iterator[None]:
 class _Draws:
     """Lock that admits one thread exclusively, or any number of threads together.
 
-    A thread that holds the lock may enter again, in the mode in which it first entered.
+    Reentrant: a thread that holds the lock may acquire it again in the same mode.
     """
 
     def __init__(self) -> None:

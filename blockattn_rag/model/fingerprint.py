@@ -165,7 +165,7 @@ def _places(hf_model: nn.Module) -> list[tuple[int, int]]:
             if tensor is None or tensor.is_meta:  # Offloaded tensors have no address.
                 places.append((0, 0))
             elif hasattr(tensor, "quant_state"):
-                # bitsandbytes rearranges 4-bit weights in forwards, and back for `state_dict()`.
+                # bitsandbytes reorders 4-bit weights in forward passes, and back in `state_dict()`.
                 places.append((id(tensor), 0))
             else:
                 # Inference tensors have no write count. The model itself may write to tables that
@@ -251,7 +251,7 @@ def _parts(tensor: Tensor) -> list[Tensor]:
     if tensor.layout != torch.strided:
         return [tensor.to_dense()]
     if not _is_plain(tensor) and hasattr(tensor, "__tensor_flatten__"):
-        # This is a tensor subclass of a quantization library.
+        # Tensor subclass from a quantization library.
         names, _ = tensor.__tensor_flatten__()
         return [part for name in names for part in _parts(getattr(tensor, name))]
     return [tensor]

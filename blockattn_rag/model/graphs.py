@@ -63,7 +63,7 @@ def record(compute: Callable[[], Tensor], device: torch.device, pool: Any) -> Re
     current.wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     try:
-        # Other threads may use the device meanwhile.
+        # Other threads may use the device during the capture.
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             result = compute()
     finally:

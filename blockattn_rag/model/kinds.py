@@ -1,4 +1,4 @@
-"""Kinds of layers, by the tensors that each layer of a model caches.
+"""Layer kinds, which describe the tensors that each layer of a model caches.
 
 Kinds are measured when a model is loaded: from its cache after a short forward pass, and from the
 cached values that change at other positions. Model names are not used.

@@ -39,7 +39,7 @@ def measured_reads(hf_model: PreTrainedModel, profile: AttentionProfile) -> dict
 
 
 def _latent_maps(hf_model: PreTrainedModel, profile: AttentionProfile) -> dict[int, LatentMap]:
-    """Maps of latent layers, made of the keys and values that they compute from unit vectors."""
+    """Linear maps of latent layers, measured by passing unit vectors through them."""
     kinds = profile.kinds
     outlines = dict(zip(storing(kinds), profile.layer_outlines, strict=True))
     ranks = {

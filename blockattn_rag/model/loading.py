@@ -110,7 +110,7 @@ def load_tokenizer(model: str | Path, *, revision: str | None = None) -> Any:
     A folder may contain only the tokenizer. Raises the same errors as ``load_model``.
 
     Args:
-        revision: Revision of the hub. Default: the main branch.
+        revision: Hub revision. Default: the main branch.
     """
     holds_one = (Path(model).expanduser() / _TOKENIZER_FILE).is_file()
     name = os.path.expanduser(model) if holds_one else resolve_name(model)
@@ -128,7 +128,7 @@ def load_config(model: str | Path, *, revision: str | None = None) -> Any:
     Raises the same errors as ``load_model``.
 
     Args:
-        revision: Revision of the hub. Default: the main branch.
+        revision: Hub revision. Default: the main branch.
     """
     name = resolve_name(model)
     if adapter := _adapter(name):
@@ -165,7 +165,7 @@ def load_model(
         dtype: Type of the weights: a torch dtype, or ``"int8"`` or ``"nf4"`` to quantize them at
             load (``quantized.WEIGHTS``). ``"auto"``: the checkpoint's dtype, but on the CPU, 16-bit
             types of plain weights become float32.
-        revision: Revision of the hub. Default: the main branch.
+        revision: Hub revision. Default: the main branch.
         kwargs: Arguments of ``from_pretrained``, such as ``device_map``.
 
     Raises:

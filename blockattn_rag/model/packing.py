@@ -123,7 +123,7 @@ def _is_available() -> bool:
 
 
 def free_memory(root: Path = Path("/sys/fs/cgroup")) -> int:
-    """Free memory of the machine in bytes, or of the container if its memory is limited."""
+    """Free memory in bytes, taking the memory limit of the container into account."""
     free = psutil.virtual_memory().available
     for limit, used in (
         ("memory.max", "memory.current"),

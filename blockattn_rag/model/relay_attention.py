@@ -122,8 +122,8 @@ def _mask_function(original: str) -> Any:
         own = _running_attention()
         if own is None:
             if original == "sdpa" and getattr(kwargs.get("config"), "num_kv_shared_layers", None):
-                # Without a mask, attention not named "sdpa" is causal, which is wrong in models
-                # whose shared layers compute only the last tokens.
+                # Without a mask, attention would be causal unless it is named "sdpa". That is wrong
+                # if shared layers only compute the last tokens.
                 kwargs["allow_is_causal_skip"] = False
             return ALL_MASK_ATTENTION_FUNCTIONS[original](*args, **kwargs)
         return sdpa_mask(*args, **kwargs) if own.takes_mask else None
@@ -220,8 +220,8 @@ def _seen(hf_model: PreTrainedModel) -> dict[int, SeenAttention]:
 
 
 def is_plain(hf_model: PreTrainedModel, profile: AttentionProfile) -> bool:
-    """Whether all attention is full and plain, so that GPU kernels can compute it. Relay must be
-    exact for the model."""
+    """Whether all attention is full and plain, as GPU kernels require. Relay must be exact for the
+    model."""
     kinds = (kind for kind in profile.kinds if kind.attention != "none")
     return all(kind == PLAIN for kind in kinds) and not any(
         layer.settings for layer in _seen(hf_model).values()

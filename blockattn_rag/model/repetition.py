@@ -106,7 +106,7 @@ Decode = Callable[[Sequence[int]], str]
 """Function that decodes token ids to text."""
 
 
-@lru_cache(maxsize=4 * LONGEST_UNIT)  # A loop has one unit for each start token.
+@lru_cache(maxsize=4 * LONGEST_UNIT)  # The unit of a loop can start at any of its tokens.
 def is_prose(copies: str) -> bool:
     """Whether three copies of a unit consist mostly of sentences.
 

@@ -195,7 +195,7 @@ class _Reader:
         )
 
     def _read_part(self, at: int) -> tuple[str, list[ToolCall | InvalidToolCall], int] | None:
-        """Read the text before the next calls, the calls, and the index where the calls end."""
+        """Read the next calls. Returns the text before them, the calls, and their end index."""
         opening = self._mark(at, self._form.opening)
         bare = self._bare_start(at, opening) if self._may_be_bare else None
         if bare is not None:
@@ -246,7 +246,7 @@ class _Reader:
         return start if self._text.startswith("{", start) and not is_marked else None
 
     def _read_calls(self, start: int) -> tuple[list[ToolCall | InvalidToolCall], int]:
-        """Read the calls that begin at an index, and the index where they end."""
+        """Read the calls that begin at ``start``. Returns them and their end index."""
         form, text = self._form, self._text
         name, call_id, begin = self._read_head(start)
         end = start
@@ -308,7 +308,7 @@ class _Reader:
         return name, call_id, self._visible(mark.end)
 
     def _read_values(self, at: int, *, is_arguments: bool) -> tuple[list[Any], int]:
-        """Read the objects of a call, or of a list of calls, and the index where they end.
+        """Read the objects of a call, or of a list of calls. Returns them and their end index.
 
         A list ends at an object that repeats the previous one, because models may repeat calls
         until the answer is cut off.

@@ -80,7 +80,7 @@ def merged(spans: Iterable[Span], only: Origin | None = None) -> tuple[Span, ...
     """Drop empty spans, and join adjacent spans with the same origin, except passages.
 
     Args:
-        only: Only join spans with this origin. Default: all.
+        only: Origin of the spans to join. Default: all origins.
     """
     groups: list[tuple[Origin, list[str]]] = []  # Join texts at the end, in linear time.
     for span in spans:
@@ -190,7 +190,7 @@ class BlockPrompt:
             if not isinstance(block, Block):
                 raise TypeError(f"Expected Block objects in context, found {type(block).__name__}")
         if not isinstance(self.final, str):
-            raise TypeError(f"Expected a str as final, found {type(self.final).__name__}")
+            raise TypeError(f"Expected final to be a str, found {type(self.final).__name__}")
         if not self.context and not self.final:
             raise ValueError("The prompt is empty: it has no context block and no final text")
         spans = merged(self.final_spans or [Span(self.final, "prompt")])

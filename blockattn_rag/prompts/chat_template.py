@@ -370,8 +370,8 @@ def check_template_kwargs(tokenizer: Any, variables: Mapping[str, Any] | None) -
     if unknown := sorted({*variables} - known):
         names = ", ".join(sorted(known)) or "none"
         raise ValueError(
-            f"Found {', '.join(unknown)} in chat_template_kwargs, which the chat template of this "
-            f"model does not read; it reads: {names}"
+            f"Found {', '.join(unknown)} in chat_template_kwargs, but the chat template of this "
+            f"model only uses: {names}"
         )
     return dict(variables)
 

@@ -25,7 +25,7 @@ SWITCHES = {"positions": "reordered", "sink": NO_SINK}
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A published model that was fine-tuned with blocks, or a control model for one.
+    """A published model that was fine-tuned with blocks, or its control model trained without.
 
     Args:
         hub_id: Name on the Hugging Face hub.

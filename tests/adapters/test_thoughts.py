@@ -57,5 +57,5 @@ def test_call_variables_win(framework: Framework, engine: BlockAttentionEngine, 
 def test_unread_is_refused(framework: Framework, engine: BlockAttentionEngine, where: str) -> None:
     wrong: dict[str, Any] = {"chat_template_kwargs": {"enable_thinkin": False}}
     chat = framework.chat(engine, generate_kwargs=wrong if where == "model" else {})
-    with pytest.raises(ValueError, match="enable_thinkin in chat_template_kwargs, which the"):
+    with pytest.raises(ValueError, match="enable_thinkin in chat_template_kwargs, but the"):
         framework.ask(chat, "whole", **(wrong if where == "call" else {}))
