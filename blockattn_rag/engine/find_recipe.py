@@ -131,7 +131,7 @@ def check_fits(recipe: Recipe, model: AnyModel) -> None:
     """
     if why := foreign(recipe, model):
         raise ValueError(
-            f"{why} Use recipe='auto', or make a recipe for this model and dtype: {_repair(model)}."
+            f"{why} Use recipe='auto', or create one for this model and dtype: {_repair(model)}."
         )
     sink_ids(recipe.sink, model.tokenizer)
     if recipe.recompute:
@@ -320,7 +320,7 @@ def _trade(model: AnyModel, recipe: Recipe, folder: Path | None) -> str:
     start = (
         f"{model.name} is not block-fine-tuned and has no recipe: block mode uses {str(recipe)!r}, "
     )
-    repair = f"{_repair(model, folder)} makes a recipe for it"
+    repair = f"{_repair(model, folder)} creates a recipe for it"
     if not recipe.recompute:
         return (
             f"{start}which costs nothing per answer, but is less accurate than full mode. "

@@ -19,7 +19,7 @@ from blockattn_rag.prompts.recognition import entries_of
 
 _Batch = list[tuple[BlockSpec, BlockKV]]
 Run = Callable[[Callable[[], _Batch | None]], _Batch | None]
-"""Runs a function on the model's thread and returns its result."""
+"""Function that runs another function on the model's thread, and returns its result."""
 
 # Blocks are sorted by length within windows of this size, which limits memory and padding.
 _WINDOW = 256

@@ -41,7 +41,7 @@ class Runner:
             known = ", ".join(map(repr, get_args(Assembly)))
             raise ValueError(f"Unknown assembly {assembly!r}: expected one of {known}.")
         if assembly == "relay":
-            # Raise errors now instead of in a request.
+            # Raise errors now rather than during a request.
             model.choose_assembly(assembly, final_tokens=1)
         self._model = model
         self._fetcher = fetcher

@@ -258,7 +258,7 @@ def _add_grammars(
         return None
     ends = end_token_ids(hf_model, tokenizer, arguments)
     if not ends:
-        raise ValueError("No eos_token_id is set, but a grammar requires an end token: set it")
+        raise ValueError("A grammar requires an end token, but no eos_token_id is set")
     constraint = GrammarConstraint(
         matchers,
         prompt_width,
@@ -328,7 +328,7 @@ def batches_exactly(hf_model: PreTrainedModel, sampling: Sampling) -> bool:
     given = {*hf_model.generation_config.to_diff_dict(), *sampling.extra}
     seeded = sampling.seed is not None and bool(sampling.temperature or sampling.extra)
     ends = sampling.extra.get("eos_token_id", ())
-    # The ids are neither None nor a tensor of another length.
+    # Only plain ids are safe, neither None nor a tensor, whose length may differ.
     plain = isinstance(ends, (int, list, tuple))
     return given <= _BATCH_SAFE and plain and not seeded
 

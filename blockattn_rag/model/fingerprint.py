@@ -212,7 +212,7 @@ def _offloaded(hf_model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _content(value: Any, known: dict[tuple[Any, ...], str]) -> Any:
-    """Hashable content of a state dict entry: a tensor, packed weights or extra state."""
+    """JSON content for a state dict entry: a tensor, packed weights or extra state."""
     if isinstance(value, Tensor):
         if not _is_plain(value) or not value.numel():
             return _tensor_digest(value)

@@ -62,7 +62,7 @@ def language_model(loaded: PreTrainedModel) -> PreTrainedModel:
             logits = [model(input_ids=ids).logits.float() for model in (alone, loaded)]
         error = relative_error(*logits)
     except (AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError, ValueError):
-        return loaded  # Then the complete model is measured.
+        return loaded  # Measure the complete model instead.
     return alone if error <= LOGITS.get(loaded.dtype, LOGITS_OF_OTHER_DTYPES) else loaded
 
 

@@ -102,7 +102,7 @@ def profile_attention(hf_model: PreTrainedModel) -> AttentionProfile:
     """
     if hf_model.config.is_encoder_decoder:
         raise refusal(
-            hf_model, "it is an encoder-decoder model, but only decoders can be split into blocks"
+            hf_model, "it is an encoder-decoder model, but block mode requires a decoder-only model"
         )
     limit = position_limit(hf_model.config)
     kinds, home, fits, value_error = _measure(hf_model, limit)

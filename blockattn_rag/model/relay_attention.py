@@ -54,7 +54,7 @@ from blockattn_rag.model.probe import (
     vocabulary_size,
 )
 
-OTHER_ATTENTION = "layers, masks or attention code of its own"
+OTHER_ATTENTION = "custom layers, masks or attention code"
 """Reason why a model does not support relay attention, used in messages."""
 
 _PREFIX = "blockattn_relay_"

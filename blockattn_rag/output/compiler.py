@@ -227,8 +227,8 @@ def _ll_grammar(grammar: Grammar) -> str:
         tags = json.loads(grammar.text)
         if not isinstance(tags, dict) or not {"triggers", "structures"} <= {*tags}:
             raise ValueError(
-                "Expected {'triggers': [...], 'structures': [{'begin': ..., 'schema': ..., "
-                f"'end': ...}}]}}, found {grammar.text[:200]}"
+                "Expected structural_tag to be {'triggers': [...], 'structures': [{'begin': ..., "
+                f"'schema': ..., 'end': ...}}]}}, found {grammar.text[:200]}"
             )
         return StructTag.to_grammar(
             [

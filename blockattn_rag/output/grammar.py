@@ -155,7 +155,7 @@ def _read(text: str) -> Any:
     except RecursionError:
         raise _too_deep() from None
     except ValueError as error:
-        raise ValueError(f"A JSON schema is not JSON: {error}; found {_shown(text)}") from error
+        raise ValueError(f"Invalid JSON in a schema: {error}; found {_shown(text)}") from error
 
 
 def _json(value: Any) -> str:

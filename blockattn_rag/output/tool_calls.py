@@ -76,7 +76,7 @@ def decode_json(text: str, start: int = 0) -> tuple[Any, int]:
     """Parse the JSON value that begins at ``start``. Returns the value and its end index."""
     value, end = _DECODER.raw_decode(text, start)
     if half := _HALF.search(json.dumps(value, ensure_ascii=False)):
-        raise ValueError(f"Found {half[0]!a}, half of a surrogate pair")
+        raise ValueError(f"Found {half[0]!a}, which is a lone surrogate")
     return value, end
 
 

@@ -280,6 +280,6 @@ def checked(entries: Entries) -> Entries:
     chars = entries["chars"]
     if len(wrong := chars[(chars < WINDOW) | (chars > MOST_CHARACTERS)]):
         raise ValueError(
-            f"Found an index entry of {wrong[0]} characters, expected {WINDOW} to {MOST_CHARACTERS}"
+            f"Invalid index entry of {wrong[0]} characters: expected {WINDOW} to {MOST_CHARACTERS}"
         )
     return entries

@@ -37,7 +37,7 @@ def conversation(
         ValueError: ``blocks_per_turn`` is less than 1.
     """
     if blocks_per_turn < 1:
-        raise ValueError(f"Expected blocks_per_turn of at least 1, found {blocks_per_turn}.")
+        raise ValueError(f"Invalid blocks_per_turn {blocks_per_turn}: expected 1 or more.")
     *context, last = _turns(messages, tokenizer)
     blocks = [
         block for turn in context if any(turn[:3]) for block in _blocks(turn, blocks_per_turn)

@@ -144,7 +144,7 @@ def test_other_settings_that_leave_no_token_are_an_error(engine: BlockAttentionE
 
 
 def test_a_grammar_needs_an_end(engine: BlockAttentionEngine) -> None:
-    with pytest.raises(ValueError, match="No eos_token_id is set"):
+    with pytest.raises(ValueError, match="no eos_token_id is set"):
         engine.generate(A, structured_outputs=OTHER, eos_token_id=[])
 
 
