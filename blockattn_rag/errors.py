@@ -1,4 +1,4 @@
-"""The exceptions of this package.
+"""Exceptions raised by this package.
 
 Each message states what was found, what was expected, and what to do. Invalid arguments raise
 ``ValueError`` or ``TypeError``.
@@ -8,11 +8,11 @@ from __future__ import annotations
 
 
 class BlockAttnError(Exception):
-    """Base class of all errors of this package."""
+    """Base class for all errors raised by this package."""
 
 
 class UnsupportedModelError(BlockAttnError):
-    """The model cannot be run in block mode without changing its answers."""
+    """The model cannot run in block mode without changing its answers."""
 
 
 class SegmentationError(BlockAttnError):
@@ -56,7 +56,7 @@ class DivergedError(BlockAttnError):
 
 
 class StoreError(BlockAttnError):
-    """An entry of the KV store cannot be used."""
+    """An entry in the KV store cannot be used."""
 
 
 class CorruptEntryError(StoreError):

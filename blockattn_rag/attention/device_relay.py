@@ -54,7 +54,7 @@ class DeviceRelay:
         self.device = device
         self._programs = programs
         self.layouts = layouts
-        # A layer without rotation has one pair with the frequency 0.
+        # Layers without rotation get a single dimension pair with frequency 0.
         none = RotaryLayout(torch.zeros(1), "half")
         self._layouts = [layout if layout.rotates else none for layout in layouts]
         layers = len(layouts)

@@ -238,7 +238,7 @@ class BlockFetcher:
 
 
 def check_on_miss(on_miss: OnMiss) -> OnMiss:
-    """Return ``on_miss`` if it is valid."""
+    """Validate ``on_miss``, and return it unchanged."""
     if on_miss not in ("compute", "error"):
         raise ValueError(f"Unknown on_miss {on_miss!r}: expected 'compute' or 'error'.")
     return on_miss

@@ -142,7 +142,7 @@ class Pending(Generic[T]):
         return self.group is None and (self.needs is None or self.needs.done())
 
     def begin(self) -> bool:
-        """Mark the work as running, unless the caller has left. Running work cannot be canceled.
+        """Mark the work as running, unless its caller is gone. Running work cannot be canceled.
 
         Returns:
             Whether to run the work.

@@ -67,7 +67,7 @@ class Runner:
     def _prepared(self, pending: PendingRequest) -> Answer | None:
         options = pending.options
         try:
-            if pending.left:  # The caller may leave while other requests are being prepared.
+            if pending.left:  # The caller may stop waiting while other requests are being prepared.
                 raise CancelledError
             prompt = pending.prompt()
             # Raise errors for invalid grammars before computing anything.
@@ -203,7 +203,7 @@ class Runner:
         (answer,) = answers
         pending, sampling = answer.pending, answer.options.sampling
         with self._model.running(sampling):
-            if pending.left:  # The caller may leave while other requests use the model.
+            if pending.left:  # The caller may stop waiting while other requests use the model.
                 raise CancelledError
             prepared = self._recomputed(answer.prepared, answer.options)
             start = self._tails.begin(prepared, answer.options)
@@ -238,7 +238,7 @@ class Runner:
             return [answer.push_batched(token) for answer, token in rows]
 
         with self._model.running(sampling):
-            if nobody_waits():  # The callers may leave while other requests use the model.
+            if nobody_waits():  # The callers may stop waiting while other requests use the model.
                 raise CancelledError
             prompts = [self._recomputed(answer.prepared, answer.options) for answer in answers]
             for answer, prompt in zip(answers, prompts, strict=True):

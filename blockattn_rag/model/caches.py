@@ -66,7 +66,7 @@ class ContextCache(DynamicCache):
     @property
     def _storing(self) -> list[int]:
         """Indices of the layers that store their own keys and values."""
-        # Compare names, because transformers 5.19 has no class for layers that share.
+        # Compare names, because transformers 5.19 has no class for layers that share keys.
         names = [type(layer).__name__ for layer in self.layers]
         return [index for index, name in enumerate(names) if name != "DummyLayer"]
 

@@ -94,7 +94,7 @@ class ChosenAttention:
         window: int | None,
         cap: float | None,
     ) -> int:
-        """Number of tokens in the chunk from ``start``."""
+        """Number of tokens in the chunk that begins at ``start``."""
         first, most = self._chosen[start], min(_MOST_ROWS, len(self._chosen) - start)
         heads, groups = query.shape[1], query.shape[1] // key.shape[1]
         keeps_scores = cap is not None or kernel_for(query, key, value) is attend_plain
@@ -105,8 +105,8 @@ class ChosenAttention:
             most = min(most, bisect_left(self._chosen, first + window, lo=start) - start)
 
         def elements(rows: int) -> int:
-            """Number of elements of the chunk's mask, or of its scores if the kernel keeps
-            scores."""
+            """Number of elements in the chunk's mask, or in its scores if the kernel stores
+            them."""
             end = self._chosen[start + rows - 1] + 1
             return rows * (heads * (end - scored) if keeps_scores else groups * (end - masked))
 

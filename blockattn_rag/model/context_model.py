@@ -117,7 +117,7 @@ class ContextModel(TunedModel):
             if len(contexts) == 1 and self.has_causal_kernel:
                 cache.attention = relay_attention.CausalAttention()
         if cache.attention is not None:
-            # Enable relay again, because other code may have changed the model's attention.
+            # Re-enable relay, because other code may have changed the model's attention.
             relay_attention.enable_relay(hf_model)
         if profile.has_states:
             (context,) = contexts

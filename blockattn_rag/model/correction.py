@@ -51,7 +51,7 @@ class LayerCorrection(NamedTuple):
     bias: Tensor
 
 
-@dataclass(frozen=True, eq=False, repr=False)  # Without slots, because of the cached properties.
+@dataclass(frozen=True, eq=False, repr=False)  # Without slots: cached_property needs a __dict__.
 class Correction:
     """Correction for one model's blocks. Corrections with equal digests are equal.
 
@@ -253,7 +253,7 @@ def read_correction(path: Path) -> Correction:
 
 
 def _layers(path: Path | str, tensors: dict[str, Tensor]) -> tuple[LayerCorrection, ...]:
-    """Return the layers. Raise ``ValueError`` if names, shapes or numbers are invalid."""
+    """Validate tensors, and return them by layer. Raises ``ValueError`` if any are invalid."""
     layers = []
     for index in range(len(tensors) // 2):
         try:

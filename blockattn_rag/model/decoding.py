@@ -45,7 +45,7 @@ class _AfterEachStep(StoppingCriteria):
         self._is_cancelled = is_cancelled
         self._on_tokens = on_tokens
         self._prompt_width = self._seen = prompt_width
-        # Token counts of rows that have ended. Padding follows these tokens.
+        # Length in tokens of each row that has ended, without its padding.
         self.lengths: dict[int, int] = {}
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:

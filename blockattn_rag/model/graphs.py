@@ -211,7 +211,7 @@ class GraphCache(ContextCache):
         self.layers = [_SlotLayer(self, index) for index in range(len(self.relay.layouts))]
 
     def release(self) -> None:
-        """Continue without the runner, with relay attention, which supports any forward pass."""
+        """Switch from the runner to relay attention, which supports any forward pass."""
         if self.runner is None:
             return
         states = self.tail_states(self.tail_tokens)

@@ -60,20 +60,20 @@ CHARACTERS = 3
 languages that the tokenizer splits into characters or bytes."""
 
 TEXT_COPIES = 5
-"""Copies of prose that count as a loop in free text, where a refrain or a letter may occur a few
-times."""
+"""Number of copies of prose that count as a loop in free text, where a refrain or a letter may
+occur a few times."""
 
 STRING_COPIES = 2
-"""Copies of prose that count as a loop in a JSON string."""
+"""Number of copies of prose that count as a loop in a JSON string."""
 
 TEXT_WORD_COPIES, STRING_WORD_COPIES = 64, 32
-"""Copies of words without a sentence that count as a loop in free text, and in a JSON string."""
+"""Number of copies of words without a sentence that count as a loop in free text, and in JSON."""
 
 DATA_TOKENS = 2048
 """Minimum total tokens of the copies of other text."""
 
 DATA_COPIES = 512
-"""Copies of other text that count as a loop."""
+"""Number of copies of other text that count as a loop."""
 
 LATER_TOKENS = 16
 """Number of tokens of a known loop that close a later JSON string. Common phrases are shorter."""
