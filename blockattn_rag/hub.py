@@ -137,7 +137,7 @@ def _responds(hub: str) -> bool:
 
 
 @functools.lru_cache(maxsize=1)
-def _probed(hub: str, period: int) -> bool:  # noqa: ARG001 - part of the cache's key
+def _probed(hub: str, period: int) -> bool:  # noqa: ARG001 - part of the cache key
     """Whether the hub responds. The result is cached, because one command may load several
     models."""
     import httpx

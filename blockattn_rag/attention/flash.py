@@ -144,7 +144,7 @@ def _packages(device: torch.device) -> dict[str, FlashKernel]:
     for name, (load, capabilities) in _PACKAGES.items():
         try:
             function = load()
-        except Exception as error:  # noqa: BLE001 -- such as a package for another PyTorch
+        except Exception as error:  # noqa: BLE001 -- such as a PyTorch version mismatch
             _logger.info("Not using %s, because it cannot be imported: %s", name, error)
             continue
         if torch.cuda.get_device_capability(device)[0] in capabilities:
@@ -164,7 +164,7 @@ def _is_exact(
             output, lse = kernel(*states, scale, is_causal)
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # noqa: BLE001 -- packages pass on compilers' errors
+        except Exception as error:  # noqa: BLE001 -- packages raise compiler errors
             _logger.warning("Not using %s, because it failed: %s", name, error)
             return False
         query, key, value = (one.double() for one in states)

@@ -75,7 +75,7 @@ class Runner:
             return Answer(pending, prompt, self.prepare(prompt, options), self._model)
         except KeyboardInterrupt:  # An interrupt ends the whole batch.
             raise
-        except BaseException as error:  # noqa: BLE001 -- raised again by the caller
+        except BaseException as error:  # noqa: BLE001 -- reraised by the caller
             pending.fail(error)
             return None
 
@@ -189,7 +189,7 @@ class Runner:
             return
         except KeyboardInterrupt:
             raise
-        except BaseException as error:  # noqa: BLE001 -- raised again by the callers
+        except BaseException as error:  # noqa: BLE001 -- reraised by the callers
             failure = error
             traceback.clear_frames(error.__traceback__)  # The frames would keep the cache alive.
         for answer in answers:

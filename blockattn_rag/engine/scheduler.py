@@ -157,7 +157,7 @@ class Scheduler:
         ready = [pending for pending in self._waiting if pending.is_ready]
         try:
             return _first_batch(ready)
-        except Exception as error:  # noqa: BLE001 -- raised again by its caller
+        except Exception as error:  # noqa: BLE001 -- reraised by its caller
             ready[0].fail(error)
             ready[0].leave()
             return ready[:1]
@@ -168,7 +168,7 @@ class Scheduler:
             return
         try:
             begun[0].run(begun)
-        except BaseException as error:  # noqa: BLE001 -- raised again by the callers
+        except BaseException as error:  # noqa: BLE001 -- reraised by the callers
             for pending in begun:
                 pending.fail(error)
 

@@ -176,7 +176,7 @@ def fused_rotation(
         fused(out, keys, cos, sin)
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # noqa: BLE001 -- Triton passes on compilers' errors
+    except Exception as error:  # noqa: BLE001 -- Triton raises compiler errors
         _logger.warning(
             "Keys are rotated with PyTorch, which is slower, because Triton failed: %s", error
         )

@@ -73,7 +73,7 @@ def dequantized(file: Path) -> Path:
 
 
 @lru_cache(maxsize=8)
-def _digest(file: Path, state: tuple[int, ...]) -> str:  # noqa: ARG001 - part of the cache's key
+def _digest(file: Path, state: tuple[int, ...]) -> str:  # noqa: ARG001 - part of the cache key
     """Cached SHA-256 of a file, because a model's name is resolved several times while it loads."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -172,7 +172,7 @@ class GraphRunner:
                 )
             except torch.OutOfMemoryError:
                 raise
-            except Exception as error:  # noqa: BLE001 -- such as a forward that waits for the device
+            except Exception as error:  # noqa: BLE001 -- such as a device synchronization
                 self.captures = False
                 _logger.warning("CUDA graphs are turned off, because one failed: %s", error)
                 return None

@@ -101,7 +101,7 @@ def check_architecture(config: Any) -> AttentionProfile | None:
     position_limit(config)
     try:
         model = miniature(config)
-    except Exception as error:  # noqa: BLE001 -- the code of any architecture
+    except Exception as error:  # noqa: BLE001 -- model code may raise anything
         logger.info("Cannot build a miniature of %s: %r", type(config).__name__, error)
         return None
     try:
@@ -144,7 +144,7 @@ def profile_config(config: Any, dtype: torch.dtype) -> AttentionProfile:
             fields = _thinned(config, scale)
             with torch.device("cpu"):
                 profile = profile_attention(_built(config, fields))
-        except Exception as error:  # noqa: BLE001 -- the code of any architecture
+        except Exception as error:  # noqa: BLE001 -- model code may raise anything
             reasons.append(repr(error))
             continue
         if any(keys.size == size for keys, _ in profile.layer_outlines):

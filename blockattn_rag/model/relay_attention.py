@@ -268,7 +268,7 @@ def graph_runner(hf_model: PreTrainedModel, profile: AttentionProfile) -> GraphR
                 return None
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # noqa: BLE001 -- Triton passes on compilers' errors
+    except Exception as error:  # noqa: BLE001 -- Triton raises compiler errors
         _logger.warning("Single requests will copy blocks, because Triton failed: %s", error)
         return None
     return runner

@@ -137,7 +137,7 @@ class GrammarCompiler:
                 new.set_result(self._compile(grammar))
             except GrammarError as error:
                 new.set_result(str(error))
-            except BaseException as error:  # noqa: BLE001 -- raised again by `matcher`
+            except BaseException as error:  # noqa: BLE001 -- reraised by `matcher`
                 self._compiled.pop(key, None)  # The next call retries.
                 new.set_exception(error)
 
