@@ -276,7 +276,7 @@ class _Reader:
             name = match[1]
         mark = self._mark(at, self._form.opening, self._form.closing)
         if mark is None:
-            error = f"The answer ends before the call is complete: {error}"
+            error = f"The answer ends before the call does: {error}"
         stop = len(self._text) if mark is None else mark.start
         shown = self._text[start:stop].strip()
         return [InvalidToolCall(shown, error, name)], self._read_closing(mark, stop)
