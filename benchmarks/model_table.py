@@ -70,7 +70,7 @@ CAUSES = {
     "values differ by 0;": "rotation of an unknown kind",
     "not plain rotary": "learned or sinusoidal positions",
     "no attention layer": "no keys and values: recurrent, or without a cache",
-    "other tokens than": "a cache with other tokens than the text",
+    "one entry for each token": "a cache with other tokens than the text",
     "no effect": "windows that apply to cached tokens only",
     "which is not supported": "a cache of its own",
 }

@@ -1,4 +1,4 @@
-"""The command line as ``python -m blockattn_rag``."""
+"""Entry point for ``python -m blockattn_rag``."""
 
 from blockattn_rag.app.cli import main
 

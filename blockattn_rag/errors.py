@@ -1,4 +1,4 @@
-"""The exceptions of this package.
+"""Exceptions raised by this package.
 
 Each message states what was found, what was expected, and what to do. Invalid arguments raise
 ``ValueError`` or ``TypeError``.
@@ -8,11 +8,11 @@ from __future__ import annotations
 
 
 class BlockAttnError(Exception):
-    """Base class of all errors of this package."""
+    """Base class for all errors raised by this package."""
 
 
 class UnsupportedModelError(BlockAttnError):
-    """The model cannot be run in block mode without changing its answers."""
+    """The model cannot run in block mode without changing its answers."""
 
 
 class SegmentationError(BlockAttnError):
@@ -28,7 +28,7 @@ class MissError(BlockAttnError):
 
 
 class GrammarError(BlockAttnError, ValueError):
-    """The grammar of an answer cannot be compiled, cannot be followed, or is too large."""
+    """An answer's grammar is too large, cannot be compiled, or cannot be enforced."""
 
 
 class IncompleteAnswerError(BlockAttnError, ValueError):
@@ -40,7 +40,7 @@ class IncompleteAnswerError(BlockAttnError, ValueError):
 
 
 class ToolCallError(BlockAttnError, ValueError):
-    """The model had to call a tool, but produced no tool call or an invalid tool call."""
+    """The model was required to call a tool, but produced no tool call or an invalid one."""
 
 
 class DataError(BlockAttnError):
@@ -48,27 +48,27 @@ class DataError(BlockAttnError):
 
 
 class DatabaseError(BlockAttnError):
-    """A database folder is missing, has another version, or cannot serve the request."""
+    """A database folder is missing, has an unsupported version, or cannot serve the request."""
 
 
 class DivergedError(BlockAttnError):
-    """Training stopped because the loss or the weights are not finite. Nothing is published."""
+    """Training diverged: the loss or the weights became NaN or infinite. No model is saved."""
 
 
 class StoreError(BlockAttnError):
-    """An entry of the KV store cannot be used."""
+    """An entry in the KV store cannot be used."""
 
 
 class CorruptEntryError(StoreError):
-    """A stored entry is damaged, truncated, or of another format version."""
+    """A stored entry is damaged, truncated, or in an unsupported format version."""
 
 
 class FingerprintMismatchError(StoreError):
-    """A stored entry was written by another model, tokenizer or dtype."""
+    """A stored entry was written with a different model, tokenizer or dtype."""
 
 
 class StoreUnavailableError(StoreError):
-    """A store failed several times in a row and is skipped for a while."""
+    """A store failed several times in a row and is temporarily skipped."""
 
 
 class ServingError(BlockAttnError):
@@ -83,9 +83,9 @@ class LoadError(ServingError):
     """A server could not load some blocks of a prompt.
 
     Args:
-        blocks: Indices of the failed blocks among the prompt's context blocks, from 0.
-        damaged: Store keys of failed blocks whose stored entry is unusable. Encoding these blocks
-            again replaces the entries.
+        blocks: Zero-based indices of the failed blocks among the prompt's context blocks.
+        damaged: Store keys of failed blocks with unusable entries. Re-encoding these blocks
+            replaces the entries.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""File utilities: the state folder, and atomic writes."""
+"""File utilities: the state folder, atomic writes and file locks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 logger = logging.getLogger("blockattn_rag")
 
 LOCK_WARNING_S, LOCK_TIMEOUT_S = 10.0, 60.0
-"""Seconds to wait for a lock before a warning is logged, and in total."""
+"""Seconds to wait for a lock before logging a warning, and before giving up."""
 
 
 def state_folder() -> Path:
@@ -34,13 +34,13 @@ _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{16}\.tmp")
 
 
 def temporary_name(path: Path) -> Path:
-    """Unused hidden file name in the folder of ``path``; ``is_temporary`` recognizes it."""
+    """Unused name for a hidden file in the folder of ``path``; ``is_temporary`` recognizes it."""
     return path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
 
 
 def is_temporary(name: str) -> bool:
-    """Whether a name has the form that ``temporary_name`` returns. Such a file is being written, or
-    was left behind by a process that died while writing it."""
+    """Whether ``temporary_name`` made a name. The file is still being written, or was left behind
+    by a process that died while writing it."""
     return _TEMPORARY.fullmatch(name) is not None
 
 
@@ -67,7 +67,7 @@ def replacing(path: Path, *, mode: int = 0o666, fsync: bool = True) -> Iterator[
                 os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException:
-        with contextlib.suppress(OSError):  # Keep the original error.
+        with contextlib.suppress(OSError):  # Do not mask the original error.
             temporary.unlink()
         raise
     if fsync:
@@ -76,15 +76,15 @@ def replacing(path: Path, *, mode: int = 0o666, fsync: bool = True) -> Iterator[
 
 @contextlib.contextmanager
 def locked(path: Path, *, timeout_s: float | None = None) -> Iterator[None]:
-    """Hold an exclusive lock on a file, against other processes and other threads.
+    """Hold an exclusive lock on a file, which excludes other processes and other threads.
 
-    Waits for the current holder. The file is created if needed, and never deleted.
+    Waits until the lock is free. The file is created if needed, and never deleted.
 
     Args:
         timeout_s: Seconds to wait. Default: ``LOCK_TIMEOUT_S``.
 
     Raises:
-        TimeoutError: the lock is held for longer.
+        TimeoutError: the lock is still not free after ``timeout_s``.
         OSError: the file cannot be created or locked.
     """
     from filelock import FileLock, Timeout

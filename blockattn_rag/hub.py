@@ -1,4 +1,4 @@
-"""Models by name: a check for mistyped paths, and one-sentence errors of the model hub.
+"""Model names: detection of mistyped paths, and one-sentence errors for the model hub.
 
 The command line checks names before it loads torch, so this module does not import torch.
 """
@@ -25,7 +25,7 @@ _offline_loads = 0
 def existing_model(name: str | None) -> str | None:
     """Check that a model name is not a mistyped path, and return it unchanged.
 
-    The hub's own message for a mistyped path would only mention repository ids.
+    For a mistyped path, the hub's own error message only mentions repository ids.
 
     Raises:
         FileNotFoundError: The name is neither a model on this machine nor a valid hub id.
@@ -61,20 +61,20 @@ def _is_hub_id(name: str) -> bool:
 def hub_errors(
     name: str, *, is_local: bool = False, shown: str = "", expected: str = EXPECTED, fix: str = ""
 ) -> Iterator[None]:
-    """Context for loading a model: one attempt to reach the hub, and its errors in one sentence.
+    """Context for loading a model: probes the hub once, and shortens its errors to one sentence.
 
-    The hub's packages retry every file several times, and raise errors of several lines about
-    tokens, caches and web pages. Without a connection, these errors do not name the model.
+    The hub's packages retry every file several times, and raise multi-line errors about tokens,
+    caches and web pages. Without a connection, these errors do not name the model.
 
     Args:
         is_local: Whether the model is on this machine, so that the hub is not probed. Default: the
             name is an existing path.
-        shown: Name in the message. Default: ``name``.
-        expected: Kinds of names in the message.
-        fix: End of the message, with ``{why}``, instead of ``expected``.
+        shown: Name to show in the message. Default: ``name``.
+        expected: Description of valid names, for the message.
+        fix: Text that replaces ``expected`` in the message. ``{why}`` is replaced by the reason.
 
     Raises:
-        OSError: The hub does not provide the model. Other errors are not replaced.
+        OSError: The hub does not provide the model. Other errors propagate unchanged.
     """
     try:
         with _offline_if_unreachable(is_local or Path(name).expanduser().exists()):
@@ -94,7 +94,7 @@ def hub_errors(
 
 
 def _why_offline() -> str:
-    """Why only the hub's cache is used. Empty if the hub is used."""
+    """Reason why only the hub's local cache is used. Empty if the hub itself is used."""
     from huggingface_hub import constants
 
     if not constants.HF_HUB_OFFLINE:
@@ -116,7 +116,7 @@ def _offline_if_unreachable(is_local: bool) -> Iterator[None]:
     from huggingface_hub import constants
 
     with _lock:
-        # The user chose to be offline.
+        # The user has set HF_HUB_OFFLINE.
         is_offline = constants.HF_HUB_OFFLINE and not _offline_loads
         switches = not is_local and not is_offline
         switches = switches and (bool(_offline_loads) or not _responds(constants.ENDPOINT))
@@ -137,7 +137,7 @@ def _responds(hub: str) -> bool:
 
 
 @functools.lru_cache(maxsize=1)
-def _probed(hub: str, period: int) -> bool:  # noqa: ARG001 - part of the cache's key
+def _probed(hub: str, period: int) -> bool:  # noqa: ARG001 - part of the cache key
     """Whether the hub responds. The result is cached, because one command may load several
     models."""
     import httpx

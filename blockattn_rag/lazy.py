@@ -17,7 +17,7 @@ def lazy_names(
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Return ``__getattr__`` and ``__dir__`` for a package that imports its names on first use.
 
-    These are the names that its ``__init__.py`` imports for type checkers (``if TYPE_CHECKING``).
+    The lazy names are the ones that ``__init__.py`` imports under ``if TYPE_CHECKING``.
 
     Args:
         extra: Extra that installs ``extra_packages``. If one of these packages is missing, the
@@ -42,7 +42,7 @@ def lazy_names(
 
 @functools.cache
 def _imported_for_types(file: str) -> Mapping[str, str]:
-    """Names in the top-level ``if`` of a module, mapped to the modules that they come from."""
+    """Names imported in a module's top-level ``if``, mapped to the modules that define them."""
     tree = ast.parse(Path(file).read_text("utf-8"))
     return {
         alias.name: str(node.module)
@@ -66,10 +66,10 @@ def missing_extra(package: str, extra: str) -> str:
 
 
 def _from_a_folder() -> bool:
-    """Whether this package runs from a repository or was installed from a file, not from an
+    """Whether this package runs from a repository or was installed from a file, not from a package
     index."""
     try:
-        # pip writes this file for everything that comes from a folder or an address (PEP 610).
+        # pip writes this file for packages installed from a folder or a URL (PEP 610).
         return distribution("blockattn-rag").read_text("direct_url.json") is not None
     except PackageNotFoundError:
         return True

@@ -1,1 +1,1 @@
-"""Relay attention: attention that reads stored blocks in place."""
+"""Relay attention, which reads stored blocks in place."""

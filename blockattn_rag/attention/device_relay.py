@@ -1,6 +1,6 @@
-"""Relay attention of one request on a GPU: tables of its blocks, and room for its tail.
+"""Relay attention for one request on a GPU: tables of its blocks, and buffers for its tail.
 
-The tables and the tail keep their addresses, so that CUDA graphs can read them with the kernel in
+The tables and the tail have fixed addresses, so that CUDA graphs can read them with the kernel in
 ``relay_kernel``.
 """
 
@@ -19,26 +19,26 @@ from blockattn_rag.kv.context import Context
 from blockattn_rag.kv.rope import RotaryLayout
 
 CHUNK_TOKENS = 512
-"""Largest number of keys for which a program of the kernel rotates its queries once."""
+"""Maximum number of keys for which a kernel program rotates its queries once."""
 
 MOST_BLOCKS, MOST_CHUNKS = 2048, 4096
-"""Numbers of blocks (including the tail) and of chunks that fit in the tables."""
+"""Capacity of the tables: blocks (including the tail), and chunks."""
 
 TAIL_TOKENS = 2048
 """Initial size of the tail in tokens."""
 
 _ALIGNMENT = 16
-"""Number of bytes that the kernel reads at once."""
+"""Number of bytes that the kernel reads at a time."""
 
 
 class DeviceRelay:
-    """Blocks and tail of the running request.
+    """Holds the blocks and the tail of the running request.
 
     Args:
-        layouts: Rotary layout per layer.
-        outline: Heads, head size and dtype of each layer's keys and values, all equal.
+        layouts: Rotary layout of each layer.
+        outline: Head count, head size and dtype of all keys and values, which must be equal.
         device: A CUDA device.
-        programs: Number of programs that keep the device busy.
+        programs: Number of kernel programs that fully occupy the device.
     """
 
     takes_mask = False
@@ -54,7 +54,7 @@ class DeviceRelay:
         self.device = device
         self._programs = programs
         self.layouts = layouts
-        # A layer without rotation has one pair with the frequency 0.
+        # Layers without rotation get a single dimension pair with frequency 0.
         none = RotaryLayout(torch.zeros(1), "half")
         self._layouts = [layout if layout.rotates else none for layout in layouts]
         layers = len(layouts)
@@ -75,12 +75,12 @@ class DeviceRelay:
 
     @property
     def tail_address(self) -> int:
-        """Address of the tail, which ``begin`` and ``load`` may change."""
+        """Memory address of the tail, which ``begin`` and ``load`` may change."""
         return self._tail.data_ptr()
 
     @property
     def room(self) -> int:
-        """Number of tokens for which the tail has room."""
+        """Capacity of the tail in tokens."""
         return self._tail.shape[3]
 
     def reads(self, context: Context) -> bool:
@@ -92,8 +92,8 @@ class DeviceRelay:
         return all(self._address(kv) is not None for kv, *_ in context.blocks)
 
     def _address(self, kv: BlockKV) -> Tensor | None:
-        """Addresses of a block's keys and values, ``[layers, 2]``. None: the kernel cannot read
-        them."""
+        """Memory addresses of a block's keys and values, ``[layers, 2]``. None if the kernel cannot
+        read them."""
         known = self._addresses.get(kv)
         if known is None:
             states = [(kv.keys[layer], kv.values[layer]) for layer in range(kv.num_layers)]
@@ -114,7 +114,7 @@ class DeviceRelay:
         )
 
     def load(self, context: Context) -> None:
-        """Begin a request with an empty tail after ``context``, which ``reads`` must accept."""
+        """Start a request with an empty tail after ``context``, which must pass ``reads``."""
         if self.room > TAIL_TOKENS:  # The previous request had a long answer.
             self._make_tail(TAIL_TOKENS)
         blocks = context.blocks
@@ -135,7 +135,7 @@ class DeviceRelay:
         self._counts[0] = len(chunks)
 
     def begin(self, start: int, tokens: int) -> None:
-        """Prepare a forward pass over new tokens after ``start`` tail tokens.
+        """Prepare a forward pass over ``tokens`` new tokens after ``start`` tail tokens.
 
         This may move the tail, which invalidates graphs.
         """
@@ -145,7 +145,7 @@ class DeviceRelay:
         torch.arange(start, start + tokens, out=self._places[:tokens])
 
     def _grow(self, tokens: int) -> None:
-        """Move the tail to tensors with room for twice as many tokens."""
+        """Move the tail to larger tensors with room for twice as many tokens."""
         old = self._tail
         self._make_tail(2 * tokens)
         self._tail[:, :, :, : old.shape[3]] = old
@@ -153,7 +153,7 @@ class DeviceRelay:
         self._block_tokens[0] = self.room
 
     def _tail_addresses(self) -> Tensor:
-        """Addresses of the tail's keys and values, ``[layers, 2]``."""
+        """Memory addresses of the tail's keys and values, ``[layers, 2]``."""
         return torch.tensor([[states.data_ptr() for states in layer] for layer in self._tail])
 
     def _make_tail(self, tokens: int) -> None:
@@ -163,20 +163,20 @@ class DeviceRelay:
             self._places = self._zeros(tokens, dtype=torch.int64)
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Write the states ``[1, K, T, D]`` of the new tokens that ``begin`` announced."""
+        """Write the states ``[1, K, T, D]`` of the new tokens that ``begin`` prepared for."""
         places = self._places[: keys.shape[2]]
         self._tail[layer, 0].index_copy_(1, places, keys[0])
         self._tail[layer, 1].index_copy_(1, places, values[0])
 
     def states(self, layer: int, tokens: int) -> tuple[Tensor, Tensor]:
-        """Views of the keys and values of the first tail tokens, ``[1, K, tokens, D]``, to which
-        forward passes write."""
+        """Views of the first tail tokens' keys and values, ``[1, K, tokens, D]``, which forward
+        passes write to."""
         keys, values = self._tail[layer, :, None, :, :tokens]
         return keys, values
 
     def attend(self, layer: int, inputs: AttentionInputs) -> Tensor:
-        """See ``RelayPlan.attend``. Keys and values of the tail are those that were written. Only
-        for plain attention, without soft cap and sinks."""
+        """See ``RelayPlan.attend``. Uses the tail's keys and values as written. Only supports plain
+        attention, without soft cap and sinks."""
         assert inputs.cap is None
         assert inputs.sinks is None
         from blockattn_rag.attention.relay_kernel import attend_blocks  # needs Triton

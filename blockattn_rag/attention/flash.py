@@ -1,4 +1,4 @@
-"""Flash kernels for CUDA, of PyTorch and of installed flash-attn packages.
+"""Flash attention kernels for CUDA, from PyTorch and from installed flash-attn packages.
 
 Shapes: ``B`` requests, ``H`` query heads, ``K`` key-value heads, ``Q`` queries, ``N`` key tokens,
 ``D`` head size.
@@ -16,28 +16,28 @@ import torch
 from torch import Tensor
 
 FlashKernel = Callable[[Tensor, Tensor, Tensor, float, bool], tuple[Tensor, Tensor]]
-"""Attention of queries ``[B, H, Q, D]`` to keys and values ``[B, K, N, D]``, in 16 bits. ``H`` is a
-multiple of ``K``. Further arguments are the factor of the scores, and whether attention is causal,
-with the last query aligned with the last key. Returns the output ``[B, H, Q, D]`` in the query's
-dtype, and the log-sum-exp ``[B, H, Q]`` in float32."""
+"""Function that computes attention of queries ``[B, H, Q, D]`` to keys and values ``[B, K, N, D]``
+in a 16-bit dtype. ``H`` is a multiple of ``K``. The other arguments are the scale of the scores,
+and whether attention is causal, with the last query aligned to the last key. Returns the output
+``[B, H, Q, D]`` in the query's dtype, and the log-sum-exp ``[B, H, Q]`` in float32."""
 
 PYTORCH = "PyTorch"
 
 _PROBES = ((1, 300, False), (70, 300, False), (70, 300, True))
-"""Test cases of a kernel: number of queries, number of keys, and whether attention is causal."""
+"""Test cases for kernels: number of queries, number of keys, and whether attention is causal."""
 
 _TIMED = (64, 8192, True)
-"""Case for which the fastest kernel is chosen: a question after its passages."""
+"""Benchmark case that the fastest kernel is chosen by: a question after its passages."""
 
 _MARGIN = 1.05
-"""Minimum speed-up for which a package replaces PyTorch's kernel. Timings vary by less."""
+"""Minimum speedup for a package to replace PyTorch's kernel. Timing noise is lower."""
 
 _logger = logging.getLogger(__name__)
 
 
 @cache
 def fastest_flash(device: torch.device, dtype: torch.dtype, size: int) -> FlashKernel:
-    """The fastest of ``exact_kernels``, which are timed once per process.
+    """Return the fastest of ``exact_kernels``, which are timed once per process.
 
     If no package is installed, PyTorch's kernel is returned without a comparison.
     """
@@ -49,20 +49,20 @@ def fastest_flash(device: torch.device, dtype: torch.dtype, size: int) -> FlashK
         name: elapsed_s(partial(kernel, *states, size**-0.5, _TIMED[2]), device)
         for name, kernel in kernels.items()
     }
-    _logger.info("Times of flash kernels in seconds: %s", times_s)
+    _logger.info("Flash kernel timings in seconds: %s", times_s)
     if not times_s or times_s.get(PYTORCH, math.inf) <= _MARGIN * min(times_s.values()):
         return _by_pytorch
     return kernels[min(times_s, key=times_s.__getitem__)]
 
 
 def exact_kernels(device: torch.device, dtype: torch.dtype, size: int) -> dict[str, FlashKernel]:
-    """Kernels that equal attention in float64 up to rounding, by name."""
+    """Kernels by name that match float64 attention up to rounding."""
     kernels = {PYTORCH: _by_pytorch, **_packages(device)}
     return {n: kernel for n, kernel in kernels.items() if _is_exact(n, kernel, device, dtype, size)}
 
 
 def elapsed_s(work: Callable[[], object], device: torch.device) -> float:
-    """Minimum seconds of several runs on a GPU."""
+    """Minimum duration of several runs on a GPU, in seconds."""
     times_s: list[float] = []
     make: Any = torch.cuda.Event
     with torch.cuda.device(device):
@@ -77,7 +77,7 @@ def elapsed_s(work: Callable[[], object], device: torch.device) -> float:
 
 
 def aligned(states: Tensor) -> Tensor:
-    """States whose rows begin at multiples of 16 bytes. The CUDA kernels assume this even along
+    """Align the rows of states to multiples of 16 bytes, which the CUDA kernels assume even along
     dimensions of length 1."""
     *steps, last = states.stride()
     begins = (step * states.itemsize % 16 for step in (*steps, states.storage_offset()))
@@ -104,8 +104,7 @@ def _by_package(
     scale: float,
     is_causal: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Attention by ``flash_attn_func`` of a package, which takes states ``[B, tokens, heads,
-    D]``."""
+    """Call a package's ``flash_attn_func``, which expects states ``[B, tokens, heads, D]``."""
     states = (aligned(one).transpose(1, 2) for one in (query, key, value))
     output, lse, *_ = function(*states, softmax_scale=scale, causal=is_causal)
     return output.transpose(1, 2), lse
@@ -120,7 +119,7 @@ def _flash_attn_2() -> Callable[..., Any]:
 def _flash_attn_3() -> Callable[..., Any]:
     from flash_attn_interface import flash_attn_func
 
-    # Few queries leave most of a GPU idle unless keys are split. With 0, the package chooses.
+    # With few queries, most of a GPU is idle unless keys are split. 0: the package decides.
     return partial(flash_attn_func, return_attn_probs=True, num_splits=0)
 
 
@@ -135,18 +134,18 @@ _PACKAGES: dict[str, tuple[Callable[[], Callable[..., Any]], range]] = {
     "FlashAttention 3": (_flash_attn_3, range(9, 10)),
     "FlashAttention 4": (_flash_attn_4, range(9, 100)),
 }
-"""Functions that import the packages, and major compute capabilities of their GPUs."""
+"""Functions that import the packages, and the major compute capabilities that they support."""
 
 
 @cache
 def _packages(device: torch.device) -> dict[str, FlashKernel]:
-    """Kernels of installed packages for this device, by name."""
+    """Kernels by name from installed packages that support this device."""
     kernels: dict[str, FlashKernel] = {}
     for name, (load, capabilities) in _PACKAGES.items():
         try:
             function = load()
-        except Exception as error:  # noqa: BLE001 -- such as a package for another PyTorch
-            _logger.info("%s is not used, because it cannot be imported: %s", name, error)
+        except Exception as error:  # noqa: BLE001 -- such as a PyTorch version mismatch
+            _logger.info("Not using %s, because it cannot be imported: %s", name, error)
             continue
         if torch.cuda.get_device_capability(device)[0] in capabilities:
             kernels[name] = partial(_by_package, function)
@@ -157,7 +156,7 @@ def _packages(device: torch.device) -> dict[str, FlashKernel]:
 def _is_exact(
     name: str, kernel: FlashKernel, device: torch.device, dtype: torch.dtype, size: int
 ) -> bool:
-    """Whether a kernel equals attention in float64 up to rounding."""
+    """Whether a kernel matches float64 attention up to rounding."""
     scale = size**-0.5
     for queries, keys, is_causal in _PROBES:
         states = _states(device, dtype, size, rows=2, heads=4, queries=queries, keys=keys)
@@ -165,8 +164,8 @@ def _is_exact(
             output, lse = kernel(*states, scale, is_causal)
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # noqa: BLE001 -- packages pass on compilers' errors
-            _logger.warning("%s is not used, because it failed: %s", name, error)
+        except Exception as error:  # noqa: BLE001 -- packages raise compiler errors
+            _logger.warning("Not using %s, because it failed: %s", name, error)
             return False
         query, key, value = (one.double() for one in states)
         key, value = (one.repeat_interleave(2, dim=1) for one in (key, value))
@@ -178,7 +177,7 @@ def _is_exact(
         of_lse = (lse - scores.logsumexp(-1)).abs().max()
         if not (of_output <= 2 * torch.finfo(dtype).eps and of_lse <= 1e-3):
             _logger.warning(
-                "%s is not used: its output is off by %.2g, its log-sum-exp by %.2g",
+                "Not using %s: its output is off by %.2g, and its log-sum-exp by %.2g",
                 *(name, float(of_output), float(of_lse)),
             )
             return False
@@ -195,7 +194,7 @@ def _states(
     queries: int,
     keys: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Random queries, keys and values, with two or more query heads per key-value head."""
+    """Create random queries, keys and values, with at least two query heads per key-value head."""
     generator = torch.Generator().manual_seed(0)
     kv_heads = min(8, heads // 2)
     shapes = (heads, queries), (kv_heads, keys), (kv_heads, keys)

@@ -1,17 +1,17 @@
-"""Attention kernels that also return the log-sum-exp, by which ``attention.merge`` merges results.
+"""Attention kernels that also return the log-sum-exp, which ``attention.merge`` needs.
 
 Shapes: ``B`` requests, ``K`` key-value heads, ``Q`` query rows, ``N`` key tokens, ``D`` head size.
 
 Every kernel takes:
 
-- ``query``: ``[B, K, Q, D]``. Query heads that share keys are folded into rows, so that keys are
-  never repeated.
-- ``key`` and ``value``: ``[B, K, N, D]``.
-- ``scale``: factor of the scores, natural exponent.
-- ``mask``: bool, broadcastable to ``[B, K, Q, N]``, True where a key is visible. None: all keys are
+- ``query``: Queries ``[B, K, Q, D]``. Query heads that share keys are folded into rows, so that
+  keys are never repeated.
+- ``key`` and ``value``: Keys and values ``[B, K, N, D]``.
+- ``scale``: Factor that scores are multiplied by before the softmax (base e).
+- ``mask``: Bool, broadcastable to ``[B, K, Q, N]``, True where a key is visible. None: all keys are
   visible.
 
-``attend_plain`` also takes a soft cap of the scores, ``cap * tanh(score / cap)``.
+``attend_plain`` also supports a soft cap on scores: ``cap * tanh(score / cap)``.
 
 ``attend`` runs the fastest kernel that is exact for its arguments.
 """
@@ -31,21 +31,21 @@ from blockattn_rag.attention.merge import LEAST_LSE, Partial
 Kernel = Callable[[Tensor, Tensor, Tensor, float, Tensor | None], Partial]
 
 MOST_SCORES = 1 << 24
-"""Attention scores that are in memory at once."""
+"""Maximum number of attention scores in memory at a time."""
 
 _HALF = (torch.float16, torch.bfloat16)
 _FUSED_DTYPES = (torch.float32, *_HALF)
 
 
 class AttentionInputs(NamedTuple):
-    """What the attention of a layer receives.
+    """Inputs of one layer's attention.
 
     Args:
-        query: Queries ``[B, H, tokens, D]``, rotated for their own positions.
+        query: Queries ``[B, H, tokens, D]``, rotated to their positions.
         key, value: Keys and values ``[B, K, T, D]``.
-        scale: Factor of the scores, natural exponent.
-        mask: Bool ``[B, 1, tokens, T]``, True where a key is visible. None: all are.
-        cap: Soft cap of the scores. None: no cap.
+        scale: Factor that scores are multiplied by before the softmax (base e).
+        mask: Bool ``[B, 1, tokens, T]``, True where a key is visible. None: all are visible.
+        cap: Soft cap on scores. None: no cap.
         sinks: Score of each query head's attention sink, ``[H]``. None: no sinks.
     """
 
@@ -66,11 +66,11 @@ def attend(
     mask: Tensor | None = None,
     cap: float | None = None,
 ) -> Partial:
-    """Attention by the fastest exact kernel; see the module docstring for shapes."""
+    """Compute attention with the fastest exact kernel. See the module docstring for shapes."""
     kernel = attend_plain if cap is not None else kernel_for(query, key, value, mask)
     if kernel is not attend_plain:
         return kernel(query, key, value, scale, mask)
-    # The plain kernel keeps the scores of all of its query rows.
+    # The plain kernel keeps the scores of all query rows in memory.
     rows = max(1, MOST_SCORES // max(1, len(query) * key.shape[1] * key.shape[2]))
     if query.shape[2] <= rows:
         return attend_plain(query, key, value, scale, mask, cap)
@@ -86,21 +86,21 @@ def attend(
 
 
 def kernel_for(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Kernel:
-    """The fastest exact kernel for tensors of these shapes, dtypes and device."""
+    """Select the fastest exact kernel for tensors of these shapes, dtypes and device."""
     if query.shape[-1] != value.shape[-1] or not key.shape[2]:
-        return attend_plain  # Fused kernels need equal head sizes and at least one key.
+        return attend_plain  # Fused kernels require equal head sizes and at least one key.
     if query.dtype not in _FUSED_DTYPES or torch.is_grad_enabled():
-        return attend_plain  # Fused kernels have no gradient through the log-sum-exp.
+        return attend_plain  # Fused kernels do not backpropagate through the log-sum-exp.
     if query.is_cpu:
         return attend_fused
     return cuda_kernel_for(query, mask) if query.is_cuda else attend_plain
 
 
 def cuda_kernel_for(query: Tensor, mask: Tensor | None) -> Kernel:
-    """The fastest exact CUDA kernel for a query in float32, float16 or bfloat16.
+    """Select the fastest exact CUDA kernel for a query in float32, float16 or bfloat16.
 
-    The flash kernel takes no mask. The memory-efficient kernel handles head sizes that are
-    multiples of 16 bytes. Other queries, and GPUs older than Ampere, use the plain kernel.
+    The flash kernel does not support masks. The memory-efficient kernel supports head sizes that
+    are multiples of 16 bytes. Other queries, and GPUs older than Ampere, use the plain kernel.
     """
     size = query.shape[-1]
     if mask is None and takes_flash(query.device, query.dtype, size):
@@ -111,7 +111,7 @@ def cuda_kernel_for(query: Tensor, mask: Tensor | None) -> Kernel:
 
 
 def takes_flash(device: torch.device, dtype: torch.dtype, size: int) -> bool:
-    """Whether flash kernels for CUDA handle heads of ``size`` numbers of ``dtype``."""
+    """Whether CUDA flash kernels support a head size and a dtype on a device."""
     if device.type != "cuda" or dtype not in _HALF or size > 256 or size % 8:
         return False
     return torch.cuda.get_device_capability(device) >= (8, 0)
@@ -137,8 +137,8 @@ def attend_plain(
 
 
 def capped(scores: Tensor, cap: float) -> Tensor:
-    """Scores with a soft cap: ``cap * tanh(score / cap)``. Overwrites ``scores``."""
-    # The product is not in place, because the gradient needs the hyperbolic tangents.
+    """Soft-cap the scores: ``cap * tanh(score / cap)``. Overwrites ``scores``."""
+    # Not in place, because the gradient needs the hyperbolic tangents.
     return scores.div_(cap).tanh_() * cap
 
 
@@ -157,22 +157,22 @@ def attend_fused(
 def attend_flash(
     query: Tensor, key: Tensor, value: Tensor, scale: float, _: Tensor | None = None
 ) -> Partial:
-    """The fastest flash kernel for CUDA. Requires 16-bit types, no mask and ``N > 0``."""
+    """The fastest flash kernel for CUDA. Requires 16-bit dtypes, no mask and ``N > 0``."""
     kernel = fastest_flash(query.device, query.dtype, query.shape[-1])
     output, lse = kernel(query, key, value, scale, False)
     return Partial(output.float(), lse)
 
 
 def attend_causal(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """Attention of the last tokens to all earlier tokens and themselves, by a flash kernel.
+    """Compute causal attention of the last tokens to all tokens with a flash kernel.
 
     Args:
         query: Queries of the last tokens, ``[B, H, tokens, D]``; see ``takes_flash``.
         key, value: States of all tokens, ``[B, K, N, D]``. H is a multiple of K.
-        scale: Factor of the scores, natural exponent.
+        scale: Factor that scores are multiplied by before the softmax (base e).
 
     Returns:
-        ``[B, H, tokens, D]``.
+        Attention output, ``[B, H, tokens, D]``.
     """
     kernel = fastest_flash(query.device, query.dtype, query.shape[-1])
     return kernel(query, key, value, scale, query.shape[2] > 1)[0]
@@ -184,7 +184,7 @@ def attend_memory_efficient(
     """PyTorch's memory-efficient kernel for CUDA. Requires ``N > 0``."""
     query, key, value = map(aligned, (query, key, value))
     bias = None
-    if mask is not None:  # The kernel does not broadcast.
+    if mask is not None:  # The kernel does not broadcast masks.
         bias = _additive_mask(mask, query).expand(*query.shape[:3], -1)
     output, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
         query, key, value, bias, True, scale=scale
@@ -200,20 +200,20 @@ def single_softmax(
     cap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attention of a few query rows over several sets of keys, with one softmax over all scores.
+    """Compute attention of a few query rows to several sets of keys with a single softmax.
 
     Used in decoding, where the overhead of a fused kernel exceeds the computation itself.
 
     Args:
-        queries: Query rows for each set, ``[K, Q, D]``, float32: the same rows, rotated for the
-            set's keys.
+        queries: Query rows for each set, ``[K, Q, D]``, float32: the same rows, rotated to match
+            the set's keys.
         states: Keys and values of each set, ``[K, N, D]``.
-        scale: Factor of the scores, natural exponent.
-        cap: Soft cap of the scores. None: no cap.
+        scale: Factor that scores are multiplied by before the softmax (base e).
+        cap: Soft cap on scores. None: no cap.
         sinks: Score of each row's attention sink, ``[K, Q]``. None: no sinks.
 
     Returns:
-        ``[K, Q, D]``.
+        Attention output, ``[K, Q, D]``.
     """
     keys, values = zip(*states, strict=True)
     scores = [torch.bmm(query, key.mT) for query, key in zip(queries, keys, strict=True)]
@@ -248,25 +248,25 @@ def fold_heads(query: Tensor, mask: Tensor | None, kv_heads: int) -> tuple[Tenso
 
 
 def fold_sinks(sinks: Tensor, tokens: int, kv_heads: int) -> Tensor:
-    """Repeat the sink scores ``[H]`` for the rows of ``fold_heads``: ``[K, Q]``, float32."""
+    """Repeat sink scores ``[H]`` for the rows of ``fold_heads``. Returns ``[K, Q]``, float32."""
     return sinks.float().reshape(kv_heads, -1).repeat_interleave(tokens, dim=1)
 
 
 def _with_whole_rows(states: Tensor) -> Tensor:
-    """States with a contiguous last dimension, which the fused kernels assume."""
+    """Make the last dimension of states contiguous, which the fused kernels assume."""
     return states if states.stride(-1) == 1 else states.contiguous()
 
 
 def _additive_mask(mask: Tensor, query: Tensor) -> Tensor:
     """Additive mask: 0 where a key is visible, else the dtype's minimum. Rows begin at multiples of
-    8 elements, because the memory-efficient kernel requires it."""
+    8 elements, as the memory-efficient kernel requires."""
     *rows, keys = mask.shape
     bias = torch.zeros(*rows, -(-keys // 8) * 8, dtype=query.dtype, device=query.device)
     return bias.narrow(-1, 0, keys).masked_fill_(mask.logical_not(), torch.finfo(query.dtype).min)
 
 
 def _without_masked_rows(output: Tensor, lse: Tensor, mask: Tensor | None) -> Partial:
-    """Set fully masked rows to output 0 and -inf, because fused kernels return an average there."""
+    """Set fully masked rows to 0 and -inf, because fused kernels return an average for them."""
     output, lse = output.float(), lse.float()
     if mask is not None:
         masked = mask.any(dim=-1).logical_not().expand(lse.shape)

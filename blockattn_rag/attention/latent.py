@@ -1,12 +1,12 @@
-"""Attention to latents (multi-head latent attention), without expanding them to keys and values.
+"""Multi-head latent attention that does not expand latents to keys and values.
 
-A latent layer computes each head's key and value as linear maps of a token's latent. The maps are
-applied to the few queries and outputs instead of the many latents, which gives the same result:
-``q · (K l) = (Kᵀ q) · l``, and ``Σ w (V l) = V (Σ w l)``. All heads then share one key (the rotary
-key and the latent) and one value (the latent).
+A latent layer computes each head's key and value as linear maps of a token's latent. Applying the
+maps to the few queries and outputs instead of the many latents gives the same result:
+``q · (K l) = (Kᵀ q) · l``, and ``Σ w (V l) = V (Σ w l)``. All heads then share one key (rotary key
+and latent) and one value (latent).
 
-Shapes: ``B`` rows of the batch, ``H`` heads, ``T`` tokens, ``D`` size of the part of a head's key
-that does not rotate, ``P`` size of the rotary key, ``R`` size of the latent, ``V`` size of a value.
+Shapes: ``B`` batch rows, ``H`` heads, ``T`` tokens, ``D`` size of the unrotated part of a head's
+key, ``P`` size of the rotary key, ``R`` size of the latent, ``V`` size of a value.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from blockattn_rag.attention.merge import Partial
 
 
 class LatentMap(NamedTuple):
-    """Linear maps from the latents of a layer to the keys and values of its heads.
+    """Linear maps from a layer's latents to the keys and values of its heads.
 
     Args:
-        key: ``[H, R, D]``.
-        value: ``[H, R, V]``.
+        key: Map to the unrotated part of the keys, ``[H, R, D]``.
+        value: Map to the values, ``[H, R, V]``.
     """
 
     key: Tensor
     value: Tensor
 
     def queries(self, query: Tensor) -> Tensor:
-        """Convert the model's queries ``[B, H, T, D + P]`` to queries of rotary keys and latents,
+        """Convert the model's queries ``[B, H, T, D + P]`` to queries for rotary keys and latents,
         ``[B, 1, H * T, P + R]``."""
         still, rotary = query.tensor_split([self.key.shape[-1]], dim=-1)
         return torch.cat([rotary, still @ self.key.mT], dim=-1).flatten(1, 2).unsqueeze(1)
 
     def outputs(self, part: Partial) -> Partial:
-        """Convert attention to ``latent_states`` to attention to values, ``[B, H, T, V]``."""
+        """Convert attention over ``latent_states`` to attention over values, ``[B, H, T, V]``."""
         heads, rank, _ = self.value.shape
         output, lse = (torch.unflatten(one.squeeze(1), 1, (heads, -1)) for one in part)
         latents = output[..., -rank:].to(self.value.dtype)
@@ -45,7 +45,7 @@ class LatentMap(NamedTuple):
 
 
 def latent_states(keys: Tensor, latents: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values ``[1, tokens, P + R]`` that all heads share, from rotary keys and latents
-    ``[1, tokens, ...]``. One tensor is both, because fused kernels require equal sizes."""
+    """Join rotary keys and latents ``[1, tokens, ...]`` to shared keys and values
+    ``[1, tokens, P + R]``. Both are the same tensor, because fused kernels require equal sizes."""
     joined = torch.cat([keys, latents], dim=-1)
     return joined, joined

@@ -1,7 +1,7 @@
-"""Merge of partial attention results by their log-sum-exp.
+"""Merges partial attention results by their log-sum-exp.
 
-Attention outputs over disjoint sets of keys merge exactly into attention over all keys, given the
-log-sum-exp of each set (RelayAttention, section 3.3 and appendix A).
+Given the log-sum-exp of each set, attention outputs over disjoint sets of keys can be merged
+exactly into attention over all keys (RelayAttention, section 3.3 and appendix A).
 
 Shapes: ``Q`` query rows, ``D`` head size.
 """
@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 LEAST_LSE = torch.finfo(torch.float32).min
-"""Replaces a log-sum-exp of -inf in subtractions, because -inf - -inf is NaN."""
+"""Replacement for a log-sum-exp of -inf in subtractions, because -inf - -inf is NaN."""
 
 
 class Partial(NamedTuple):
     """Attention over some keys: output ``[..., Q, D]`` and log-sum-exp ``[..., Q]``, float32.
 
-    The output is 0 and the log-sum-exp is -inf for a query to which all keys are masked.
+    If all keys are masked for a query, its output is 0 and its log-sum-exp is -inf.
     """
 
     output: Tensor
@@ -29,13 +29,13 @@ class Partial(NamedTuple):
 
 
 def with_sinks(part: Partial, sinks: Tensor | None) -> Tensor:
-    """Output of attention to all keys, after attention sinks take their share of the weight.
+    """Attention output over all keys, reduced by the weight that goes to attention sinks.
 
-    A sink is a key with its own score and a value of 0.
+    A sink acts as a key with its own score and a value of 0.
 
     Args:
         part: Attention to all keys.
-        sinks: Score of the sink of each query row, broadcastable to ``part.lse``. None: no sinks.
+        sinks: Sink score of each query row, broadcastable to ``part.lse``. None: no sinks.
     """
     if sinks is None:
         return part.output
@@ -46,13 +46,13 @@ def merge(parts: Sequence[Partial]) -> Partial:
     """Merge attention over disjoint key sets (RelayAttention, equations 4-6), in float32.
 
     Args:
-        parts: One partial result per key set, all of one shape.
+        parts: One partial result per key set, all with the same shape.
     """
     lses = torch.stack([part.lse for part in parts])
     lse = lses.logsumexp(dim=0)
     weights = (lses - lse.clamp_min(LEAST_LSE)).exp().unsqueeze(-1)
     output = parts[0].output * weights[0]
-    # One part at a time, because a stack of all outputs would not fit in the CPU cache.
+    # Add one part at a time, because a stack of all outputs would not fit in the CPU cache.
     for part, weight in zip(parts[1:], weights[1:], strict=True):
         output.addcmul_(part.output, weight)
     return Partial(output, lse)

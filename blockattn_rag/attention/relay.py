@@ -1,15 +1,15 @@
-"""Relay attention: attention reads stored blocks in place, once for all requests of a batch.
+"""Relay attention: reads stored blocks in place, once for all requests in a batch.
 
-A score depends only on the distance between query and key. Relay attention therefore leaves a
-block's keys unchanged and rotates the few queries in the opposite direction, once per block. The
+Attention scores depend only on the distance between query and key. Relay attention therefore leaves
+a block's keys unchanged, and rotates the few queries in the opposite direction, once per block. The
 partial results are merged by their log-sum-exp. Keys are not copied, rotated or rounded again,
 except in small blocks, which are joined (``JoinLimits``).
 
 The *tail* is the final block and the generated tokens.
 
-Shapes: ``R`` requests, ``B`` rows of the batch (a multiple of ``R``; the beams of a request are
-adjacent), ``H`` query heads, ``K`` key-value heads, ``Q`` query rows (tokens times the heads
-that share keys), ``T`` tail tokens, ``D`` head size.
+Shapes: ``R`` requests, ``B`` batch rows (a multiple of ``R``; the beams of a request are adjacent),
+``H`` query heads, ``K`` key-value heads, ``Q`` query rows (tokens times the heads that share keys),
+``T`` tail tokens, ``D`` head size.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from blockattn_rag.kv.context import Context
 from blockattn_rag.kv.rope import RotaryLayout
 
 RELAY_FINAL_TOKENS = 1024
-"""Maximum tokens of a final block for relay attention. For a longer block, rotating the queries for
-every block costs more than rotating the keys once."""
+"""Maximum size of a final block in tokens for relay attention. Beyond this, rotating the queries
+for each stored block costs more than rotating all keys once."""
 
 
 class JoinLimits(NamedTuple):
-    """Token counts below which blocks are joined into segments, for speed.
+    """Block sizes in tokens below which blocks are joined into segments, for speed.
 
-    Segments reach about as many tokens as the limit. Joined blocks are copies that live until the
-    answer ends. 0 disables joining.
+    Segments are about as long as the limit. Joined blocks are temporary copies that are freed when
+    the answer is complete. 0 disables joining.
 
     Args:
         prefill_tokens: Limit for prefill, which processes all queries of a prompt at once.
@@ -53,20 +53,20 @@ class JoinLimits(NamedTuple):
     decode_tokens: int
 
 
-# Each segment costs 30 to 40 microseconds of call overhead per layer, whatever its size
+# Each segment has a call overhead of 30 to 40 microseconds per layer, regardless of its size
 # (`bench decode --block-tokens 128,512`).
 CPU_JOINS = JoinLimits(prefill_tokens=32, decode_tokens=512)
-# Launching a kernel takes longer than running it (`benchmarks/results/gpu`).
+# The kernel launch overhead exceeds the computation (`benchmarks/results/gpu`).
 ACCELERATOR_JOINS = JoinLimits(prefill_tokens=131_072, decode_tokens=131_072)
 
 
 class LayerReads(NamedTuple):
-    """Tensors of a block that a layer of a model reads.
+    """Block tensors that a layer of a model reads.
 
     Args:
-        place: Index among the layers of the blocks.
+        place: Index of the layer in the blocks.
         window: Sliding window in tokens. None: no window.
-        latent: Maps from the blocks' latents to keys and values. None: blocks have keys and values.
+        latent: Maps from latents to keys and values. None: the blocks contain keys and values.
     """
 
     place: int
@@ -75,16 +75,16 @@ class LayerReads(NamedTuple):
 
 
 class RelayPlan:
-    """Plan of one batch: which request attends to which block. Shared by all layers.
+    """Plan for one batch, shared by all layers: which request attends to which block.
 
-    Each layer reads a distinct block once for all requests that contain it, although its offset may
-    differ between requests.
+    Each layer reads a block once for all requests that contain it, even if its offset differs
+    between requests.
 
     Args:
-        contexts: Placed blocks of each request.
-        layouts: Rotary layout of each layer of the blocks.
-        joins: Limits below which blocks are joined. Default: the fastest limits for the device.
-        layers: Reads of each layer of the model, by its index. Default: layer i reads layer i of
+        contexts: Blocks of each request, with their positions.
+        layouts: Rotary layout of each layer in the blocks.
+        joins: Sizes below which blocks are joined. Default: the fastest values for the device.
+        layers: What each layer of the model reads, by its index. Default: layer i reads layer i of
             the blocks, without windows.
     """
 
@@ -107,7 +107,7 @@ class RelayPlan:
         self._tables: dict[tuple[int, int | None], SegmentTable] = {}
 
     def table(self, tokens: int, window: int | None = None) -> SegmentTable:
-        """Segments for layers with this window, in forward passes of ``tokens`` tokens."""
+        """Segments for layers with this window in forward passes of ``tokens`` tokens."""
         limit = self._joins.decode_tokens if tokens == 1 else self._joins.prefill_tokens
         key = limit, window
         if key not in self._tables:
@@ -115,11 +115,11 @@ class RelayPlan:
         return self._tables[key]
 
     def attend(self, layer: int, inputs: AttentionInputs) -> Tensor:
-        """Attention of the final block's queries to all blocks and to the tail.
+        """Compute attention of the final block's queries to all blocks and to the tail.
 
         Args:
-            inputs: Queries, and the tail's keys, values and mask. Requests with windows must have
-                no padding.
+            inputs: Queries, and the tail's keys, values and mask. If layers have windows, padding
+                is not supported.
 
         Returns:
             Attention output ``[B, H, tokens, D]`` in the query's dtype.
@@ -129,7 +129,7 @@ class RelayPlan:
         place, window, latent = self._layers[layer]
         folded, mask = fold_heads(query, tail_mask, tail_key.shape[1])
         asked = folded if latent is None else latent.queries(query)
-        # Latents are joined with their rotary keys once, for the question and its answer.
+        # Latents and rotary keys are joined once for the question and its answer.
         table = self.table(tokens if latent is None else 1, window)
         groups = asked.shape[2] // tokens * (batch // table.num_requests)
         views = table.views(tail_key.shape[2] - tokens, tokens, groups)
@@ -152,11 +152,11 @@ class RelayPlan:
 
 
 def _takes_one_softmax(table: SegmentTable, query: Tensor, value: Tensor) -> bool:
-    """Whether ``single_softmax`` can replace the kernels.
+    """Whether to use ``single_softmax`` instead of the kernels.
 
     True only for one request on the CPU in float32, without gradients or quantized blocks. Other
-    dtypes would round the scores, and other devices have faster kernels. Gradients need the tensors
-    that ``single_softmax`` overwrites, and all quantized blocks would be dequantized at once.
+    dtypes would round the scores, other devices have faster kernels, gradients need the tensors
+    that ``single_softmax`` overwrites, and quantized blocks would all be dequantized at once.
     """
     if len(query) > 1 or not table.is_one_each or table.is_dequantized or not query.is_cpu:
         return False
@@ -174,7 +174,7 @@ def _segment_parts(
     scale: float,
     cap: float | None,
 ) -> list[Partial]:
-    """Partial results ``[B, K, Q, ...]``, which together cover all segments."""
+    """Compute partial results ``[B, K, Q, ...]`` that together cover all segments."""
     beams = len(query) // table.num_requests
     rotated = table.rotated(place, _groups_to_rows(query, beams))
     parts, start = [], 0

@@ -1,9 +1,10 @@
-"""Relay attention in one kernel launch: stored blocks are read in place, in any number.
+"""Relay attention over any number of stored blocks in one kernel launch.
 
-Each program reads some chunks of blocks for one key-value head and some query rows. It rotates its
-queries once per chunk, by minus the block's shift, and keeps one online softmax. A second kernel
-merges the programs' results by their log-sum-exp (RelayAttention, equations 4-6). All values that
-differ between requests are read from tensors, so that a CUDA graph serves contexts of any length.
+Each program reads some chunks of blocks in place, for one key-value head and some query rows. It
+rotates its queries once per chunk, by minus the block's shift, and maintains one online softmax. A
+second kernel merges the programs' results by their log-sum-exp (RelayAttention, equations 4-6).
+Everything that differs between requests is read from tensors, so one CUDA graph supports contexts
+of any length.
 
 Shapes: ``H`` query heads, ``K`` key-value heads, ``T`` tokens, ``D`` head size, ``S`` splits.
 """
@@ -35,26 +36,26 @@ def attend_blocks(
     chunk_tokens: int,
     programs: int,
 ) -> Tensor:
-    """Attention of new tokens to stored blocks, to the tail, and causally to each other.
+    """Compute attention of new tokens to stored blocks, to the tail, and causally to each other.
 
     Args:
-        query: ``[H, T, D]``, 16-bit, rotated for their own positions. Rows must be contiguous.
-        pointers: Addresses of the keys and values of each block, int64 ``[2, blocks]``, each
-            ``[K, tokens, D]``, contiguous and of the query's dtype. Block 0 is the tail.
-        block_tokens: Tokens of each block's tensors, int32 ``[blocks]``.
+        query: Queries ``[H, T, D]``, 16-bit, rotated to their positions. Rows must be contiguous.
+        pointers: Memory addresses of each block's keys and values, int64 ``[2, blocks]``. Each
+            tensor is ``[K, tokens, D]``, contiguous and in the query's dtype. Block 0 is the tail.
+        block_tokens: Number of tokens in each block's tensors, int32 ``[blocks]``.
         angles: cos and sin that rotate queries back by each block's shift, float32
             ``[2, blocks, rotary_dim]``.
-        chunks: Block, first token and number of tokens (at most ``chunk_tokens``) of each chunk of
-            the context, int32 ``[chunks, 3]``.
-        counts: Numbers of chunks, and of tail tokens before the new tokens, int32 ``[2]``. The tail
-            already contains the new tokens' keys and values.
-        scale: Factor of the scores, natural exponent.
-        kv_heads: ``K``.
+        chunks: Block, first token and number of tokens (at most ``chunk_tokens``) of each context
+            chunk, int32 ``[chunks, 3]``.
+        counts: Number of chunks, and number of tail tokens before the new tokens, int32 ``[2]``.
+            The tail already contains the new tokens' keys and values.
+        scale: Factor that scores are multiplied by before the softmax (base e).
+        kv_heads: Number of key-value heads, ``K``.
         rotary_dim, interleaved: See ``RotaryLayout``.
-        programs: Number of programs that keep the device busy.
+        programs: Number of kernel programs that fully occupy the device.
 
     Returns:
-        ``[T, H, D]`` in the query's dtype.
+        Attention output ``[T, H, D]``, in the query's dtype.
     """
     heads, tokens, size = query.shape
     rows = heads // kv_heads * tokens
@@ -79,7 +80,7 @@ def attend_blocks(
     return merged
 
 
-# Compiled once for all lengths. Triton evaluates annotations, so only its own are allowed.
+# Compiled once for all lengths. Triton evaluates annotations, and only accepts its own.
 @triton.jit(do_not_specialize=["tokens", "num_blocks", "most_chunks"])  # type: ignore[untyped-decorator]
 def _attend_chunks(  # type: ignore[no-untyped-def]
     query, pointers, block_tokens, angles, chunks, counts, output, lse,

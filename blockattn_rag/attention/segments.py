@@ -1,6 +1,6 @@
-"""Segments: the distinct blocks of a batch of contexts. Small blocks are joined into one segment.
+"""Segments: the distinct blocks in a batch of contexts. Small blocks are joined into one segment.
 
-A *pair* is one occurrence of a segment in a request. A request may contain a block twice.
+A *pair* is one occurrence of a segment in a request, which may contain a block twice.
 
 Shapes: ``R`` requests, ``K`` key-value heads, ``Q`` query rows, ``N`` key tokens, ``D`` head size.
 """
@@ -25,10 +25,10 @@ from blockattn_rag.kv.rope import Angles, RotaryLayout, rotate
 
 
 class View(NamedTuple):
-    """Part of a segment that is visible to queries.
+    """The part of a segment that is visible to queries.
 
     Args:
-        first: Index of the first key that any query sees.
+        first: Index of the first key that is visible to any query.
         mask: Bool ``[1, 1, query rows of all pairs, keys from first]``, True where a key is
             visible. None: all of these keys are visible.
     """
@@ -38,7 +38,7 @@ class View(NamedTuple):
 
 
 class Reader(NamedTuple):
-    """Index of a request that reads a segment, and the segment's shift and start in its prompt (see
+    """Index of a request that reads a segment, and the segment's shift and start in the prompt (see
     ``PlacedBlock``)."""
 
     request: int
@@ -48,15 +48,14 @@ class Reader(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Segment(Context):
-    """Blocks that occur in the same requests at the same distances from each other.
+    """One or more blocks that occur in the same requests at the same relative positions.
 
-    A single block is read in place; if it is quantized, it is dequantized on every read. Several
-    blocks, and rotary keys and latents, are joined into one tensor per layer, on the layer's first
-    read.
+    A single block is read in place. If it is quantized, every read dequantizes it. Several blocks,
+    and rotary keys with latents, are joined into one tensor per layer on the layer's first read.
 
     Args:
-        blocks: Blocks, with their shifts and starts relative to the segment, in order of starts.
-        readers: Reader of each pair.
+        blocks: Blocks ordered by start, with shifts and starts relative to the segment.
+        readers: One reader per pair.
     """
 
     readers: Sequence[Reader]
@@ -65,7 +64,7 @@ class Segment(Context):
 
     @property
     def is_dequantized(self) -> bool:
-        """Whether every call of ``states`` dequantizes into new tensors."""
+        """Whether each call to ``states`` dequantizes into new tensors."""
         return len(self.blocks) == 1 and self.blocks[0].kv.scales is not None
 
     def states(
@@ -81,17 +80,18 @@ class Segment(Context):
 
 
 def segments_of(contexts: Sequence[Context], tokens: int) -> list[Segment]:
-    """Segments of all distinct blocks. Blocks with fewer than ``tokens`` tokens are joined."""
-    # Keyed by digest, because two requests may each have loaded the same block from disk. The flag
-    # separates a quantized copy from an unquantized one.
+    """Create segments for all distinct blocks. Blocks of fewer than ``tokens`` tokens are
+    joined."""
+    # Keyed by digest, because two requests may have loaded the same block from disk separately. The
+    # flag distinguishes quantized from unquantized copies.
     readers: dict[tuple[str, bool], tuple[BlockKV, list[Reader]]] = {}
     for request, context in enumerate(contexts):
         for kv, start, shift in context.blocks:
             same = kv.digest, kv.scales is None
             readers.setdefault(same, (kv, []))[1].append(Reader(request, shift, start))
     segments: list[Segment] = []
-    # Small blocks, grouped by the requests of their readers and by positions relative to the first
-    # reader. Other blocks may lie between them, because attention depends only on the keys'
+    # Small blocks, grouped by their readers' requests, and by positions relative to the first
+    # reader. Other blocks may lie between them, because attention only depends on the keys'
     # positions.
     small: dict[tuple[Reader, ...], list[PlacedBlock]] = {}
     for kv, pairs in readers.values():
@@ -127,7 +127,7 @@ def _runs(blocks: Sequence[PlacedBlock], tokens: int) -> list[list[PlacedBlock]]
 
 
 def _within(context: Context, window: int) -> Context:
-    """The blocks of a context that are at least partly visible to the next token."""
+    """Blocks of a context that are at least partly visible to the next token."""
     first = context.num_tokens + 1 - window
     return Context(tuple(b for b in context.blocks if b.start + b.kv.num_tokens > first))
 
@@ -137,14 +137,14 @@ class _Window:
 
     Args:
         lengths: Number of context tokens of each request.
-        window: The window in tokens.
+        window: Size of the window in tokens.
     """
 
     def __init__(self, segment: Segment, lengths: Sequence[int], window: int) -> None:
         blocks = segment.blocks
         self._places = torch.cat([b.start + torch.arange(b.kv.num_tokens) for b in blocks])
         self._first = blocks[0].start
-        # Position of the first key that a query right after the context sees, for each pair.
+        # For each pair, position of the first key visible to a query right after the context.
         self._lowest = [lengths[r] + 1 - window - start for r, _, start in segment.readers]
 
     def view(self, before: int, tokens: int, groups: int, device: torch.device) -> View:
@@ -163,13 +163,13 @@ class _Window:
 
 
 class SegmentTable:
-    """Segments and their pairs, as tables that all layers of equal windows share.
+    """Segments and their pairs, as tables shared by all layers with the same window.
 
     Args:
-        contexts: Placed blocks of each request. A context may be empty.
+        contexts: Blocks of each request, with their positions. A context may be empty.
         tokens: Blocks with fewer tokens are joined.
-        window: Sliding window: a token sees the last ``window`` tokens, including itself. Blocks
-            that no later token sees are left out. None: all tokens are seen.
+        window: Sliding window: a token attends to the last ``window`` tokens, including itself.
+            Blocks outside all later windows are left out. None: all tokens are visible.
     """
 
     def __init__(
@@ -194,7 +194,7 @@ class SegmentTable:
             self._windows = [_Window(segment, lengths, window) for segment in self.segments]
         self._views: tuple[tuple[int, int, int], list[View]] | None = None
         self.is_dequantized = any(segment.is_dequantized for segment in self.segments)
-        # With one request and no repeated block, partial results need no sorting.
+        # With one request and no repeated block, partial results are already in order.
         self.is_one_each = self.num_requests == 1 and len(requests) == len(self.segments)
         # A segment's keys start at position 0 instead of `shift`. Moving the queries back by
         # `shift` positions preserves the distances.
@@ -213,12 +213,12 @@ class SegmentTable:
     def states(
         self, layer: int, views: Sequence[View], *, are_latents: bool
     ) -> Iterator[tuple[Tensor, Tensor] | None]:
-        """Iterate over the keys and values ``[K, N, D]`` of each segment, from the first key that
-        any query sees. None: no query sees a key, and partial results need no sorting.
+        """Iterate over the keys and values ``[K, N, D]`` of each segment, from the first visible
+        key. None: no key is visible, and partial results need no sorting.
 
-        Iterating avoids having all dequantized blocks in memory at once.
+        The iterator avoids holding all dequantized blocks in memory at once.
 
-        ``are_latents``: Whether they are rotary keys and latents; see ``latent_states``.
+        ``are_latents``: Whether the layer has rotary keys and latents; see ``latent_states``.
         """
         for segment, (first, _) in zip(self.segments, views, strict=True):
             if self.is_one_each and first >= segment.num_tokens:
@@ -229,7 +229,7 @@ class SegmentTable:
                 yield key[:, first:], value[:, first:]
 
     def rotated(self, layer: int, query: Tensor) -> Tensor:
-        """Rotate the requests' queries ``[R, K, Q, D]`` for the segment of each pair. Returns
+        """Rotate the requests' queries ``[R, K, Q, D]`` to match each pair's segment. Returns
         ``[pairs, K, Q, D]``."""
         layout, pairs = self._layouts[layer], len(self._request_of)
         chosen = query[self._request_of] if self.num_requests > 1 else query
@@ -238,24 +238,24 @@ class SegmentTable:
         return chosen.expand(pairs, *query.shape[1:])
 
     def views(self, before: int, tokens: int, groups: int) -> list[View]:
-        """Visible part of each segment.
+        """Compute the visible part of each segment.
 
         Args:
             before: Number of tail tokens before the queries. The tails have no padding.
             tokens: Number of query tokens.
-            groups: Query rows of each token, per pair.
+            groups: Number of query rows per token and pair.
         """
         if self._windows is None:
             return [View()] * len(self.segments)
         asked = before, tokens, groups
         if self._views is None or self._views[0] != asked:
-            # Otherwise, the previous layer's views apply.
+            # Otherwise, reuse the previous layer's views.
             made = [window.view(*asked, self._device) for window in self._windows]
             self._views = asked, made
         return self._views[1]
 
     def by_request(self, parts: Sequence[Partial]) -> list[Partial]:
-        """Regroup partial results of segments, one row per pair, to results ``[R, ...]``."""
+        """Regroup partial results with one row per pair to results ``[R, ...]`` by request."""
         if self.is_one_each or not parts:
             return list(parts)
         found = Partial(*map(torch.cat, zip(*parts, strict=True)))

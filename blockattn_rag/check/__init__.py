@@ -1,1 +1,1 @@
-"""Checks of models and servers, and the oracle. Only tests and ``check`` import this package."""
+"""Checks for models and servers, and the oracle. Only tests and ``check`` import this package."""

@@ -1,4 +1,4 @@
-"""Checks that block mode is exact for a model, by comparing it with the oracle."""
+"""Checks that block mode is exact for a model by comparing it with the oracle."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from blockattn_rag.model.sampling import Sampling
 from blockattn_rag.prompts.blocks import Block
 from blockattn_rag.prompts.sinks import sink_ids
 
-# Context blocks, including one of a single token, and the final block.
+# Context blocks, including a single-token block, and the final block.
 _BLOCK_TOKENS = (24, 1, 17, 12)
 _SINK_TOKENS = 4
 _NEW_TOKENS = 8
 _MARGIN = 2
-"""Factor of the rounding error in the budget. Errors of exact models are below 1."""
+"""Budget as a multiple of the rounding error. Errors of exact models are below 1."""
 _BOUNDARY_TEXT = "Halden Tower is 214 metres tall.\n\nIt was built in 1931."
 
 
 @dataclass(frozen=True, slots=True)
 class CheckRow:
-    """Result of one check. ``value``: None if nothing is measured. ``budget``: upper limit of
-    ``value``; None if there is no limit."""
+    """Result of one check. ``value``: Measured value, if any. ``budget``: Upper limit of ``value``,
+    if there is one."""
 
     name: str
     passed: bool
@@ -57,8 +57,8 @@ class CheckReport:
 def check_model(model: BlockModel, recipe: Recipe | None = None) -> CheckReport:
     """Run every check on a loaded model.
 
-    In float32, logits must agree to 1e-4. In 16-bit types, the budget is derived from the model's
-    rounding error: the change of full attention's logits when each embedding changes by one
+    In float32, logits must agree to within 1e-4. For 16-bit types, the budget is derived from the
+    model's rounding error: the change in full attention's logits when each embedding changes by one
     rounding step. The rotary layout was measured when the model was loaded.
     """
     blocks = _random_blocks(model)
@@ -111,7 +111,7 @@ def placed_context(
     sink: Sequence[int] = (),
     recipe: Recipe = Recipe(),  # noqa: B008 -- frozen
 ) -> Context:
-    """Encode blocks of token ids, and place them in this order, with a recipe's positions.
+    """Encode blocks of token ids, and place them in order, with a recipe's positions.
 
     All blocks except the first are encoded with ``sink`` and the recipe's adapter."""
     sinks = [sink if index else () for index in range(len(blocks))]
@@ -130,9 +130,9 @@ def placed_context(
 def _full_error(
     model: BlockModel, blocks: list[list[int]], context: Context | None = None
 ) -> float:
-    """Error of the logits after each token of the final block, compared with full attention.
+    """Logits error after each token of the final block, compared with full attention.
 
-    ``context``: The other blocks. Default: the blocks in block mode."""
+    ``context``: Context before the final block. Default: the other blocks, in block mode."""
     *others, final = blocks
     if context is None:
         context = placed_context(model, others)
@@ -146,10 +146,10 @@ def _oracle_error(
     sink: Sequence[int] = (),
     recipe: Recipe = Recipe(),  # noqa: B008 -- frozen
 ) -> float:
-    """Error of the logits after each token of the final block, compared with the oracle.
+    """Logits error after each token of the final block, compared with the oracle.
 
-    Includes a recipe's adapter and positions, but not recomputation and promotion, which only moves
-    passages into the final block."""
+    Includes a recipe's adapter and positions, but neither recomputation nor promotion, which only
+    moves passages into the final block."""
     found = _block_logits(model, placed_context(model, blocks[:-1], sink, recipe), blocks[-1])
     expected = oracle_logits(
         model.hf_model,
@@ -166,8 +166,8 @@ def _oracle_error(
 def _recomputed_error(
     model: BlockModel, blocks: list[list[int]], sink: Sequence[int], recipe: Recipe
 ) -> float:
-    """Error of the logits after the final block, compared with full attention, with all tokens of
-    all blocks but the first recomputed."""
+    """Logits error after the final block, compared with full attention, if all tokens of all blocks
+    except the first are recomputed."""
     *context, final = blocks
     placed = placed_context(model, context, sink, recipe)
     may_change = [False, *[True] * (len(context) - 1)]
@@ -184,8 +184,8 @@ def _full_logits(model: BlockModel, blocks: list[list[int]]) -> Tensor:
 
 
 def _block_logits(model: BlockModel, context: Context, final_ids: list[int]) -> Tensor:
-    """Logits after each token of the final block. The prediction after the last token is not
-    used."""
+    """Block-mode logits after each token of the final block. The 0 is a placeholder that is never
+    an input."""
     first, *others = final_ids
     return model.answer_logits((), [first], [*others, 0], model.cache_for(context)).float()
 
@@ -198,10 +198,10 @@ def _budget(model: BlockModel, blocks: list[list[int]]) -> float:
 
 
 def _rounding_error(model: BlockModel, blocks: list[list[int]]) -> float:
-    """Change of full attention's logits if each embedding changes by one rounding step.
+    """Change in full attention's logits when each embedding changes by one rounding step.
 
-    It contains no code of block mode, so a fault there does not raise the budget. Two forward
-    passes that are equal in exact arithmetic would not do: some kernels round both in the same way.
+    Does not use block-mode code, so that a bug there cannot raise the budget. Comparing two forward
+    passes that are equal in exact arithmetic would not work: some kernels round both alike.
     """
 
     def change(_: nn.Module, __: object, states: Tensor) -> Tensor:
@@ -210,7 +210,7 @@ def _rounding_error(model: BlockModel, blocks: list[list[int]]) -> float:
         return (states.float() * (1 + signs * torch.finfo(model.dtype).eps)).to(states.dtype)
 
     embedding: nn.Module = model.hf_model.get_input_embeddings()
-    with model.lock:  # other threads must not compute with the changed embeddings
+    with model.lock:  # Other threads must not use the changed embeddings.
         expected = _full_logits(model, blocks)
         hook = embedding.register_forward_hook(change)
         try:
@@ -227,14 +227,14 @@ def _greedy_row(model: BlockModel, blocks: list[list[int]]) -> CheckRow:
     expected = oracle_generate(model.hf_model, blocks, _NEW_TOKENS, sorted(model.end_token_ids))
     same = next((i for i, (a, b) in enumerate(zip(found, expected, strict=False)) if a != b), -1)
     equal = found == expected
-    # 16-bit rounding may flip a near tie; the checks of the logits cover these types.
+    # 16-bit rounding may flip near ties. The logits checks cover these types.
     passed = equal or model.dtype not in (torch.float32, torch.float64)
     detail = f"{len(found)} tokens" if equal else f"first difference at token {same}"
     return CheckRow("greedy tokens = oracle", passed, float(not equal), 0.0, detail)
 
 
 def _boundary_row(model: BlockModel) -> CheckRow:
-    """Check that decoding a block's tokens returns its text, with nothing added or lost."""
+    """Check that decoding a block's tokens restores its text, with nothing added or lost."""
     block = Block(_BOUNDARY_TEXT)
     ids = model.tokenizer.block_ids(block, first=False)
     decode: Callable[..., str] = model.tokenizer.tokenizer.decode

@@ -1,11 +1,10 @@
-"""The oracle: a slow, obvious reference implementation of block mode.
+"""The oracle: a slow but obvious reference implementation of block mode.
 
 The oracle runs one dense forward pass over all tokens of the prompt, with an explicit block mask.
-Nothing is stored, moved or merged. With an adapter, the final block attends to each passage's keys
-and values after the adapter, and all other rows attend to the keys and values before it. The
-formula of ``model.correction`` is computed block by block, in float64, with explicit attention
-weights. State layers run segment by segment (``check.segments``). Only tests and ``check`` import
-this module.
+Nothing is stored, moved or merged. With an adapter, the final block attends to each passage's
+adapted keys and values, and all other rows attend to the original ones. The formula of
+``model.correction`` is evaluated block by block, in float64, with explicit attention weights. State
+layers run segment by segment (``check.segments``). Only tests and ``check`` import this module.
 """
 
 from __future__ import annotations
@@ -33,11 +32,11 @@ _NAME = "blockattn_oracle"
 
 
 class Layout(NamedTuple):
-    """Blocks and positions of a prompt's tokens, with one entry per token.
+    """Blocks and positions of a prompt's tokens. Each tensor has one entry per token.
 
     ``block``: Index of the token's block. A sink belongs to the block that follows it.
-    ``position``: Position in the prompt. A sink occupies the positions right before its block
-    without moving the block. ``is_sink``: Whether the token belongs to a sink.
+    ``position``: Position in the prompt. A sink takes the positions right before its block, and
+    does not move the block. ``is_sink``: Whether the token belongs to a sink.
     """
 
     block: Tensor
@@ -46,7 +45,7 @@ class Layout(NamedTuple):
 
 
 def layout_of(block_lengths: Sequence[int], sink_length: int = 0) -> Layout:
-    """Layout of a prompt with a sink before each block except the first and the final block."""
+    """Create a layout with a sink before each block except the first and the final block."""
     block: list[int] = []
     position: list[int] = []
     is_sink: list[bool] = []
@@ -79,10 +78,8 @@ def block_mask(
 
     Args:
         block_lengths: Number of tokens of each block. The last block is the final block.
-        window: Size of the sliding window: a token attends to the last ``window`` tokens, including
-            itself.
-        sink_length: Number of tokens of the sink before each block except the first and the final
-            block.
+        window: Sliding window: a token attends to the last ``window`` tokens, including itself.
+        sink_length: Number of sink tokens before each block except the first and the final block.
     """
     block, position, is_sink = layout_of(block_lengths, sink_length)
     seen = (block[:, None] == block) | ((block == len(block_lengths) - 1)[:, None] & ~is_sink)
@@ -100,14 +97,14 @@ def oracle_logits(
     layers: Sequence[int] = (),
     positions: Positions = "reordered",
 ) -> Tensor:
-    """Logits ``[final tokens, vocab]`` of the final block (the last of ``block_ids``), float32.
+    """Logits ``[final tokens, vocab]`` of the final block, the last of ``block_ids``, in float32.
 
     Args:
-        sink_ids: Sink tokens before each block except the first and the final block. Only the block
-            after them attends to them.
+        sink_ids: Sink tokens before each block except the first and the final block. Only the
+            following block attends to them.
         adapter: Adapter for the keys and values of passages, which the final block attends to.
-        layouts: Rotary layout of each layer of the adapter.
-        layers: Indices in the model of the adapter's layers. Default: 0, 1, ...
+        layouts: Rotary layout of each adapter layer.
+        layers: Model layer that each adapter layer belongs to. Default: 0, 1, ...
     """
     lengths = [len(block) for block in block_ids]
     layout = layout_of(lengths, len(sink_ids))
@@ -141,9 +138,9 @@ def oracle_generate(
     sink_ids: Sequence[int] = (),
     **recipe: Any,
 ) -> list[int]:
-    """Generate greedily, with one dense forward pass per token. New tokens extend the final block.
+    """Generate greedily with one dense forward pass per token. New tokens extend the final block.
 
-    ``recipe``: Further arguments of ``oracle_logits``.
+    ``recipe``: Additional arguments for ``oracle_logits``.
     """
     blocks = [list(block) for block in block_ids]
     new: list[int] = []
@@ -155,11 +152,11 @@ def oracle_generate(
 
 
 class RecipeOracle:
-    """Oracle for the answer to a prompt with a recipe."""
+    """Oracle for answers to a prompt with a recipe."""
 
     def __init__(self, model: BlockModel, prompt: BlockPrompt, recipe: Recipe) -> None:
         if recipe.recompute:
-            raise ValueError(f"Found recipe {recipe}: the oracle recomputes no tokens")
+            raise ValueError(f"Invalid recipe {recipe}: the oracle does not recompute tokens")
         self._hf_model = model.hf_model
         self._end_ids = sorted(model.end_token_ids)
         ids = model.tokenizer.prompt_ids(prompt)
@@ -170,7 +167,7 @@ class RecipeOracle:
             "layers": [i for i, kind in enumerate(model.profile.kinds) if kind.stores],
             "positions": recipe.positions,
         }
-        # Do not use the tokenizer's own cut, which engines use and the oracle must check.
+        # Do not use the tokenizer's split, which engines use and the oracle must verify.
         is_passage = [block.is_passage for block in prompt.context]
         stay, promoted = len(ids.context), min(recipe.promote, sum(is_passage))
         while sum(is_passage[stay:]) < promoted:
@@ -220,8 +217,8 @@ def adapting(
     layouts: Sequence[RotaryLayout],
     layers: Sequence[int],
 ) -> Iterator[None]:
-    """Replace the model's attention within the ``with`` block, if there is an adapter, or if the
-    attention takes no mask, such as Flash Attention."""
+    """Replace the model's attention within the ``with`` block if there is an adapter, or if the
+    attention does not support masks (Flash Attention)."""
     before = hf_model.config._attn_implementation
     if adapter is None and before.endswith(("eager", "sdpa")):
         yield
@@ -261,7 +258,7 @@ def adapting(
     if hf_model.config._attn_implementation != _NAME:
         raise UnsupportedModelError(
             f"{type(hf_model).__name__} does not use transformers' attention interface, so the "
-            "oracle cannot compute adapters for it. Check the model without a recipe."
+            "oracle cannot apply adapters to it: check the model without a recipe."
         )
     try:
         yield
@@ -277,7 +274,7 @@ def _adapted(
     layout: Layout,
     rotary: RotaryLayout,
 ) -> tuple[Tensor, Tensor]:
-    """Keys and values ``[1, K, n, D]`` with the adapter applied to the passages."""
+    """Apply the adapter to the passages' keys and values ``[1, K, n, D]``."""
     key, value = key.double(), value.double()
     weight, bias = (tensor.to(key.device, key.dtype) for tensor in adapter.layers[layer])
     for block in range(1, int(layout.block[-1])):

@@ -1,8 +1,8 @@
-"""Reference for state layers: each segment of a prompt runs through them separately.
+"""Reference for state layers: runs each segment of a prompt through them separately.
 
 A segment is a block with its sink, or the prompt's first block with the final block. No state is
-kept or set: the module that computes a state processes the tokens of one segment at a time, without
-a cache. This module shares no code with ``model.states``.
+stored or set: the modules that compute states process one segment's tokens at a time, without a
+cache. This module shares no code with ``model.states``.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 Rows = tuple[Tensor, Tensor]
-"""Indices of a segment's tokens, and whether each token keeps its output (bool)."""
+"""Indices of a segment's tokens, and whether each token's output is kept (bool)."""
 
 
 def segments(block: Tensor) -> list[Rows]:
-    """Segments of a prompt whose tokens belong to the blocks ``block`` ``[n]``."""
+    """Split a prompt into segments. ``block`` ``[n]``: Block index of each token."""
     final = int(block[-1])
     found = []
     for number in range(final + 1):
@@ -37,7 +37,7 @@ def segmented(hf_model: PreTrainedModel, block: Tensor) -> Iterator[None]:
     """Run the state layers segment by segment within the ``with`` block.
 
     Args:
-        block: Index of the block of each token, ``[n]``.
+        block: Block index of each token, ``[n]``.
     """
     parts = [(at.to(hf_model.device), keeps) for at, keeps in segments(block)]
     with ExitStack() as undo:
@@ -74,7 +74,7 @@ def _segmented_forward(forward: Callable[..., Any], parts: list[Rows]) -> Callab
 
 
 def _joined(outputs: Sequence[Tensor], parts: list[Rows], tokens: int) -> Tensor:
-    """Join the outputs of segments into one tensor of all tokens."""
+    """Join the outputs of segments into one tensor for all tokens."""
     lengths = [len(at) for at, _ in parts]
     first = outputs[0]
     dims = range(1, first.dim())
@@ -86,7 +86,7 @@ def _joined(outputs: Sequence[Tensor], parts: list[Rows], tokens: int) -> Tensor
 
 
 def state_mixers(hf_model: PreTrainedModel) -> list[nn.Module]:
-    """The outermost modules that update a state in the cache."""
+    """Find the outermost modules that update a state in the cache."""
     running: list[nn.Module] = []
     found: list[nn.Module] = []
     if not any(

@@ -1,4 +1,4 @@
-"""Check of a server: one question in block mode and full mode through the OpenAI route."""
+"""Server check: asks a question in block mode and in full mode through the OpenAI route."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NEW_TOKENS = 24
 
 @dataclass(frozen=True, slots=True)
 class ServerReport(CheckReport):
-    """Results of the checks of one server."""
+    """Results of all checks of one server."""
 
     info: ServerInfo
     block: str | None
@@ -35,11 +35,11 @@ class _Asked:
 
 
 def check_server(client: ServerClient) -> ServerReport:
-    """Store passages, and ask a question in both modes, and with the passages in another order.
+    """Store passages, then ask a question in both modes, and with the passages in another order.
 
     The passages are always the same, so repeated checks leave at most two entries in the store. The
-    answers of a model that is not block-fine-tuned may differ. The checks require that block mode
-    uses every passage, and that each passage is computed once.
+    checks require that block mode uses every passage, and that each passage is encoded once.
+    Answers may differ between the modes if the model is not block-fine-tuned.
     """
     info = client.info
     full = _asked(client, "full", PASSAGES)
@@ -47,7 +47,7 @@ def check_server(client: ServerClient) -> ServerReport:
     block = None
     try:
         stored = client.encode(PASSAGES)
-    except MissError as error:  # A read-only server need not have these passages.
+    except MissError as error:  # A read-only server may not have these passages.
         rows.append(CheckRow("passages are not stored", info.read_only, None, None, str(error)))
     else:
         detail = f"{stored.computed} computed, {stored.reused} found"

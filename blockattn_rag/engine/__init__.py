@@ -1,4 +1,4 @@
-"""Engines that answer prompts with a model and a KV store. Names are imported on first use."""
+"""Engines, which answer prompts with a model and a KV store. Names are imported on first use."""
 
 from __future__ import annotations
 

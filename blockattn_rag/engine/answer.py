@@ -1,4 +1,4 @@
-"""Running answers, which detokenize generated tokens and pass the text to the caller."""
+"""Answers in progress, which detokenize generated tokens and pass the text to the caller."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from blockattn_rag.prompts.blocks import BlockPrompt
 
 
 class Prepared(NamedTuple):
-    """A prompt ready for the model.
+    """A prompt that is ready for the model.
 
     Args:
         context: Context blocks at their positions. Empty in full mode.
         limit: Maximum number of tokens to generate.
-        is_hit: Whether each context block was found.
+        is_hit: Whether each context block was a cache hit.
         may_change: Whether each context block's tokens may be recomputed for the question.
         recomputed_tokens: Number of tokens to recompute.
     """
@@ -43,8 +43,8 @@ class Prepared(NamedTuple):
     recomputed_tokens: int = 0
 
     def recomputed(self, context: Context, chosen: Sequence[int], seconds: float) -> Prepared:
-        """Copy of the prompt with a context in which the ``chosen`` tokens were recomputed. Chosen
-        tokens of missing blocks already count as computed."""
+        """Copy the prompt with a context in which ``chosen`` tokens were recomputed. Chosen tokens
+        of missing blocks already count as computed."""
         reused, end = 0, 0
         for block, is_hit in zip(self.context.blocks, self.is_hit, strict=True):
             start, end = end, end + block.kv.num_tokens
@@ -54,7 +54,7 @@ class Prepared(NamedTuple):
         return self._replace(context=context, stats=stats)
 
     def after(self, known: int) -> Prepared:
-        """Copy of the prompt in which ``known`` tokens of the final block count as reused."""
+        """Copy the prompt, with ``known`` tokens of the final block counted as reused."""
         stats = replace(
             self.stats,
             reused_tokens=self.stats.reused_tokens + known,
@@ -84,12 +84,12 @@ class Answer:
         self._end_ids = end_token_ids(hf_model, tokenizer, sampling.extra)
         self._guard = self._model.loop_guard(sampling)
         self._ids: list[int] = []
-        # Numbers of characters and tokens that were passed to the caller.
+        # Numbers of characters and tokens passed to the caller so far.
         self._shown_characters = self._shown_tokens = 0
 
     @property
     def stopped(self) -> bool:
-        """Whether to stop generating: the answer reached a stop string, or repeats itself."""
+        """Whether to stop generating because the answer reached a stop string or repeats itself."""
         repeats = self._guard is not None and self._guard.must_end
         return self._detokenizer.stopped or repeats
 
@@ -99,12 +99,12 @@ class Answer:
 
     @property
     def can_restart(self) -> bool:
-        """Whether the answer can start over: it has not ended, and no text was streamed."""
+        """Whether the answer can start over, because it has not ended and no text was streamed."""
         has_shown = self._shown_characters > 0 and self.pending.on_chunk is not None
         return not (self.has_ended or has_shown)
 
     def push(self, token: int) -> None:
-        """Add the next token, and pass the text that it completes to the caller."""
+        """Add the next token, and pass any text that it completes to the caller."""
         self.clock.note_token()
         self._ids.append(token)
         self._detokenizer.push(token)
@@ -113,7 +113,7 @@ class Answer:
         self._show()
 
     def push_batched(self, token: int) -> bool:
-        """``push`` for a row of a batch. Padding after the end of the answer is ignored.
+        """Like ``push``, for a batch row. Ignores padding after the end of the answer.
 
         Returns:
             Whether the answer has ended.
@@ -126,8 +126,7 @@ class Answer:
         return self.has_ended
 
     def complete(self, ids: Sequence[int]) -> None:
-        """Set the request's result to the answer with these tokens, after pushing the new
-        tokens."""
+        """Push the tokens that are new, and set the request's result to the complete answer."""
         if self.has_ended:
             return
         for token in ids[len(self._ids) :]:
@@ -144,7 +143,7 @@ class Answer:
             self._shown_characters, self._shown_tokens = len(text), count
 
     def _generation(self, ids: list[int]) -> Generation:
-        ids = ids[: len(self._detokenizer.ids)]  # Beams and drafts can run past stop strings.
+        ids = ids[: len(self._detokenizer.ids)]  # Beams and draft tokens can run past stop strings.
         ended = bool(ids) and ids[-1] in self._end_ids
         reason: FinishReason = "length"
         if self.stopped or ended or len(ids) < self.prepared.limit:

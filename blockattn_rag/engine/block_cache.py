@@ -1,4 +1,4 @@
-"""Cache of recently used blocks in memory, in front of a store."""
+"""In-memory cache of recently used blocks, in front of a store."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ _MOST_TIMES = 1 << 16
 
 
 class BlockCache:
-    """Reads and writes blocks of a store, and keeps the most recently used blocks in memory.
+    """Reads and writes a store's blocks, and keeps the most recently used blocks in memory.
 
-    A cached block is not read again, so its file is verified once. ``keep`` replaces a cached block
-    with a copy on the model's device.
+    A cached block is not read again, so its file is only verified once. ``keep`` replaces a cached
+    block with a copy on the model's device.
 
     Args:
-        store: Store to read from and to write to. The blocks of a ``MemoryStore`` are already in
-            memory, so they are not cached.
-        max_bytes: Size limit of the cached keys and values. Larger blocks are not cached.
-        read_only: Whether the store stays unchanged even if it is in memory.
+        store: Store to read from and write to. Blocks of a ``MemoryStore`` are not cached, because
+            they are already in memory.
+        max_bytes: Maximum size of the cached keys and values. Larger blocks are not cached.
+        read_only: Whether to leave the store unchanged, even if it is in memory.
     """
 
     def __init__(self, store: KVStore, max_bytes: int, *, read_only: bool = False) -> None:
         if max_bytes < 0:
-            raise ValueError(f"resident_bytes must be 0 or more, found {max_bytes}")
+            raise ValueError(f"Invalid resident_bytes {max_bytes}: expected 0 or more")
         self._store = store
         is_in_memory = isinstance(store, MemoryStore) and not read_only
         self._cached = None if is_in_memory else MemoryStore(max(1, max_bytes))
-        self._reported_s: dict[str, float] = {}  # Last reported use of each block.
+        self._reported_s: dict[str, float] = {}  # Time of each block's last reported use.
         self._failed_s = -math.inf  # Time of the last failed report.
 
     def get_many(self, keys: Sequence[str]) -> list[ReadResult]:
@@ -52,20 +52,20 @@ class BlockCache:
             entries.update(zip(absent, self._store.get_many(absent), strict=True))
             for key in absent:
                 if isinstance(kv := entries[key], BlockKV):
-                    with suppress(ValueError):  # The caller rejects a wrong block.
+                    with suppress(ValueError):  # The caller rejects invalid blocks.
                         self.keep(key, kv)
                         self._note_use(key)
         return [entries[key] for key in keys]
 
     def put(self, key: str, kv: BlockKV) -> None:
-        """Cache a block and store it. The block stays cached even if the store rejects it."""
+        """Cache and store a block. It stays cached even if the store rejects it."""
         if self._cached is not None:
             self.keep(key, kv)
             self._note_use(key)
         self._store.put(key, kv)
 
     def keep(self, key: str, kv: BlockKV) -> None:
-        """Cache a block without storing it. A block that a ``MemoryStore`` has is not replaced."""
+        """Cache a block without storing it. A block in a ``MemoryStore`` is not replaced."""
         if self._cached is None:
             if key not in self._store:
                 self._store.put(key, kv)
@@ -78,13 +78,13 @@ class BlockCache:
         self._reported_s[key] = time.monotonic()
 
     def _report_use(self, key: str) -> None:
-        """Report a use to the store, at most once a minute per block.
+        """Report a block's use to the store, at most once a minute.
 
-        Cached blocks are not read from the store, so a store that evicts the least recently used
-        blocks would evict them without reports.
+        Cached blocks are not read from the store, so without these reports, a store with LRU
+        eviction would evict them.
 
-        After a failure, nothing is reported for a minute, so that an answer from cached blocks does
-        not wait for a store that hangs.
+        After a failure, nothing is reported for a minute, so that answers from cached blocks do not
+        wait for a store that hangs.
         """
         now_s = time.monotonic()
         last_s = max(self._reported_s.get(key, -math.inf), self._failed_s)
@@ -93,7 +93,7 @@ class BlockCache:
         self._note_use(key)
         try:
             self._store.mark_used(key)
-        except StoreUnavailableError:  # The failure was logged and counted when it occurred.
+        except StoreUnavailableError:  # The store has already logged and counted the failure.
             self._failed_s = now_s
         except StoreError as error:
             self._failed_s = now_s

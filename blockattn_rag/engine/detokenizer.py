@@ -7,11 +7,11 @@ from typing import Any
 
 
 class Detokenizer:
-    """Converts tokens to text one by one, in complete characters, up to the first stop string.
+    """Converts tokens to text one by one, emitting complete characters up to the first stop string.
 
-    A token may be only part of a character, so text is decoded from a short window of the last
-    tokens, as in ``tokenizers.decoders.DecodeStream``. Unlike ``DecodeStream``, this class emits an
-    incomplete character at the end of the answer and supports tokenizers written in Python.
+    A token may be part of a character, so text is decoded from a short window of recent tokens, as
+    in ``tokenizers.decoders.DecodeStream``. Unlike ``DecodeStream``, this class emits an incomplete
+    character at the end of the answer, and supports tokenizers written in Python.
 
     Args:
         stop: Strings that end the answer. They are removed from the text.
@@ -25,7 +25,7 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._stop = tuple(stop)
         self.ids: list[int] = []
-        # The decoding window starts at token `_start`. Tokens before `_read` are decoded already.
+        # The decoding window starts at token `_start`. Tokens before `_read` have been decoded.
         self._start = 0
         self._read = 0
         self._held = ""  # Text that may be the beginning of a stop string.
@@ -40,12 +40,12 @@ class Detokenizer:
         new = self._unread()
         if new.endswith("\ufffd"):  # The text ends with an incomplete character.
             return ""
-        if new:  # A control token has no text and cannot start a window.
+        if new:  # Control tokens have no text, so they cannot start a window.
             self._start, self._read = self._read, len(self.ids)
         return self._emit(new, final=False)
 
     def finish(self) -> str:
-        """Return the rest of the text, after the last token."""
+        """Return the remaining text after the last token."""
         return self._emit(self._unread(), final=True)
 
     def _unread(self) -> str:
@@ -73,7 +73,7 @@ class Detokenizer:
         return text
 
     def _possible_stop(self, text: str) -> int:
-        """Length of the longest suffix of ``text`` that may start a stop string."""
+        """Length of the longest suffix of ``text`` that may be the start of a stop string."""
         most = len(text) + 1
         sizes = (n for s in self._stop for n in range(1, min(len(s), most)) if text.endswith(s[:n]))
         return max(sizes, default=0)

@@ -40,34 +40,34 @@ if TYPE_CHECKING:
 
 
 class BlockAttentionEngine:
-    """Answers prompts made of blocks, reusing every block's keys and values.
+    """Answers prompts made of blocks, and reuses each block's keys and values.
 
-    Thread-safe. Engines may share a model, which runs one request or batch at a time.
+    Thread-safe. Engines can share a model, which runs one request or batch at a time.
 
     Args:
         model: The model.
-        store: Store for KV, or the path of a ``DirectoryStore``. Default: a store in memory.
+        store: KV store, or path of a ``DirectoryStore``. Default: an in-memory store.
         recipe: How the model runs in block mode: ``"auto"``, settings such as ``"none"``,
-            ``"fast"`` or ``"head+recompute:0.1"``, a ``Recipe``, or the folder of one.
-            ``"auto"`` uses the best known recipe; see ``find_recipe.resolve_recipe``.
-        resident_bytes: Bytes of stored blocks to cache on the model's device. With 0, each answer
-            reads its blocks from the store. Up to another quarter of this size caches final blocks
-            and answers for the next turns of their conversations (``engine.tails``).
-        kv_dtype: Type of computed keys and values: ``"model"``, or ``"int8"`` for half or a quarter
-            of the size (``kv.quantization``). Stored blocks are read in either type.
+            ``"fast"`` or ``"head+recompute:0.1"``, a ``Recipe``, or a recipe's folder. ``"auto"``
+            uses the best recipe found; see ``find_recipe.resolve_recipe``.
+        resident_bytes: Maximum bytes of stored blocks to cache on the model's device. With 0, each
+            answer reads its blocks from the store. Up to another quarter of this size is used to
+            cache final blocks and answers for the next turn of a conversation (``engine.tails``).
+        kv_dtype: Type of new keys and values: ``"model"``, or ``"int8"`` for half or a quarter of
+            the size (``kv.quantization``). Stored blocks of either type can be read.
         namespace: Isolates tenants: blocks stored under one namespace are invisible to others.
             Empty: the default namespace.
-        read_namespaces: Other namespaces to read, in order, such as ``("public",)`` for passages
-            that tenants share. They are never written.
-        read_only: Whether the store receives no blocks. Missing blocks are computed and kept in
-            memory within ``resident_bytes``. The store may still record that an entry was used.
+        read_namespaces: Other namespaces to read from, in order, such as ``("public",)`` for
+            passages that tenants share. They are never written to.
+        read_only: Whether to write no blocks to the store. Missing blocks are computed, and cached
+            in memory within ``resident_bytes``. The store may still record that an entry was used.
         folder: Folder of the database that the store belongs to. ``recipe="auto"`` searches it
             first.
         stock: Settings of ``recipe="auto"`` for a stock model without a recipe.
         positions: Overrides the recipe's positions, for experts.
-        on_miss: ``"compute"`` encodes and stores a block that is not in the store. ``"error"``
+        on_miss: ``"compute"`` encodes and stores blocks that are not in the store. ``"error"``
             raises ``MissError``, for benchmarks.
-        assembly: ``"relay"`` attends to blocks in place; ``"copy"`` concatenates them in new
+        assembly: ``"relay"`` attends to blocks in place. ``"copy"`` concatenates them in new
             tensors. ``"auto"`` uses relay if the model supports it and the final block is short,
             except for single requests on a GPU.
 
@@ -157,7 +157,7 @@ class BlockAttentionEngine:
 
     @property
     def access(self) -> Access:
-        """The namespaces of the store that are read and written."""
+        """The store namespaces that the engine reads and writes."""
         return self._fetcher.access
 
     @property
@@ -166,10 +166,10 @@ class BlockAttentionEngine:
 
     @property
     def passages(self) -> PassageIndex:
-        """Index of the encoded passages, which finds them in prompts without markers.
+        """Index of encoded passages, used to find them in prompts without markers.
 
         Raises:
-            ValueError: The store cannot keep an index.
+            ValueError: The store does not support an index.
         """
         return self._fetcher.passages or PassageIndex(self.store)
 
@@ -186,12 +186,12 @@ class BlockAttentionEngine:
 
         Args:
             texts: Passages, or a ``BlockPrompt`` whose context is encoded. A prompt's first block
-                has the BOS token, so it is stored separately from a passage with the same text.
+                has a BOS token, so it is not shared with a passage of the same text.
             show_progress: Whether to show a progress bar.
             recipe: Overrides the engine's recipe.
 
         Returns:
-            The handles of the texts, in order.
+            Handles of the texts, in order.
         """
         blocks, as_prompt = blocks_to_encode(texts)
         self.precompute(blocks, as_prompt=as_prompt, show_progress=show_progress, recipe=recipe)
@@ -207,7 +207,7 @@ class BlockAttentionEngine:
         batch_tokens: int | None = None,
         recipe: RecipeLike | None = None,
     ) -> EncodeStats:
-        """``encode``, with statistics. See ``ingest.precompute`` for the arguments."""
+        """Like ``encode``, but return statistics. See ``ingest.precompute`` for the arguments."""
         return precompute(
             self._fetcher,
             blocks,
@@ -220,7 +220,7 @@ class BlockAttentionEngine:
         )
 
     def contains(self, block: Block, *, first: bool = False) -> bool:
-        """Whether a block's KV is stored. ``first``: whether it is the first block of a prompt."""
+        """Whether a block's KV is stored. ``first``: Whether the block starts a prompt."""
         return self._fetcher.contains(block, first=first, recipe=self.recipe)
 
     # -- answering ---------------------------------------------------------------------------
@@ -243,16 +243,17 @@ class BlockAttentionEngine:
 
         Args:
             prompt: A ``BlockPrompt``, or a list whose last item is the final block.
-            mode: ``"block"`` reuses blocks; ``"full"`` is ordinary attention over the same tokens.
-            recipe: Overrides the engine's recipe, for comparisons. Prefer a ``Recipe`` to its
-                folder, which is read on every call.
+            mode: ``"block"`` reuses blocks; ``"full"`` runs ordinary attention over the same
+                tokens.
+            recipe: Overrides the engine's recipe, for comparisons. Pass a ``Recipe`` rather than
+                its folder, which would be read on every call.
             max_new_tokens: Maximum number of tokens to generate, within the context window.
-            temperature: Sampling temperature. 0 or None is greedy, without ``top_p`` and ``top_k``.
+            temperature: Sampling temperature. 0 or None: greedy, ignoring ``top_p`` and ``top_k``.
             top_p: Probability mass to sample from (nucleus sampling).
             top_k: Number of most likely tokens to sample from.
             stop: Strings that end the answer. They are removed from its text.
-            seed: Random seed of sampling.
-            generate_kwargs: ``response_format``, ``structured_outputs``, and arguments of
+            seed: Random seed for sampling.
+            generate_kwargs: ``response_format``, ``structured_outputs``, and arguments for
                 transformers' ``generate``.
 
         Raises:
@@ -279,11 +280,11 @@ class BlockAttentionEngine:
 
         Args:
             prompt: A prompt, or a function that creates it on the model's thread.
-            group: Concurrent calls whose requests share a batch.
+            group: Concurrent calls that share a batch.
             options: As for ``generate``.
 
         Returns:
-            The pending request. ``result(timeout)`` waits for its answer, ``leave()`` cancels it.
+            The pending request. ``result(timeout)`` waits for the answer, ``leave()`` cancels it.
         """
         pending = self._pending(prompt, options, group=group)
         self._scheduler.submit(pending)
@@ -303,8 +304,8 @@ class BlockAttentionEngine:
     def stream(self, prompt: Prompt, **options: Any) -> Generator[GenerationChunk, None, None]:
         """Stream the answer to a prompt. ``options`` are those of ``generate``.
 
-        The last chunk has the complete ``Generation``. Closing the iterator stops the generation
-        and frees the model.
+        The last chunk contains the complete ``Generation``. Closing the iterator stops the
+        generation, and frees the model for other requests.
         """
         pending = self._pending(prompt, options)
         return pending.chunks(partial(self._scheduler.submit, pending))
@@ -318,11 +319,11 @@ class BlockAttentionEngine:
     ) -> list[Generation]:
         """Answer several prompts, in order. ``options`` are those of ``generate``.
 
-        Up to ``batch_size`` prompts share each forward pass if batching does not change answers.
-        Prompts are answered one by one for models with sliding windows, for seeded sampling, and
-        for options that depend on the prompt's tokens (beam search, penalties). Batches are smaller
-        if they would compute more than ``BlockModel.batch_tokens`` tokens at once. If the recipe
-        recomputes tokens, contexts also count, because each prompt copies its context.
+        Up to ``batch_size`` prompts share each forward pass if batching does not change the
+        answers. Models with sliding windows, seeded sampling, and options that depend on the
+        prompt's tokens (beam search, penalties) are not batched. A batch computes at most
+        ``BlockModel.batch_tokens`` tokens at once. If the recipe recomputes tokens, contexts also
+        count, because each prompt copies its context.
         """
         check_batch_size(batch_size)
         # Resolve the recipe once for all prompts.
@@ -338,11 +339,11 @@ class BlockAttentionEngine:
         mode: Mode = "block",
         **options: Any,
     ) -> torch.Tensor:
-        """Compute the model's logits at each token of a given answer (teacher forcing).
+        """Compute the model's logits for each token of an existing answer (teacher forcing).
 
         Args:
             prompt: As for ``generate``.
-            answer_ids: Token ids of an answer, at least one.
+            answer_ids: Token ids of the answer, at least one.
             mode, options: As for ``generate``.
 
         Returns:
@@ -368,7 +369,7 @@ class BlockAttentionEngine:
         max_batch: int = MAX_BATCH,
     ) -> PendingRequest:
         parsed = self._options(options)
-        if not callable(prompt):  # Refuse an invalid prompt in the caller's thread.
+        if not callable(prompt):  # Reject an invalid prompt in the caller's thread.
             prompt = to_block_prompt(prompt)
         needs = self.model.rules.start(parsed.sampling.grammar)
         return PendingRequest(

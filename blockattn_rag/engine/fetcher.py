@@ -1,4 +1,4 @@
-"""Fetching of keys and values: from the store on a hit, from the model on a miss."""
+"""Fetches keys and values: from the store on a hit, from the model on a miss."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from blockattn_rag.store.passage_index import PassageIndex
 logger = logging.getLogger("blockattn_rag")
 
 OnMiss = Literal["compute", "error"]
-"""``compute``: a block that is not in the store is encoded and stored. ``error``: ``MissError``."""
+"""``compute``: encode and store blocks that are not stored yet. ``error``: raise ``MissError``."""
 
 _MOST_TO_STORE = 4096
 
@@ -34,7 +34,7 @@ class Fetched(NamedTuple):
 
     Args:
         blocks: Keys and values of the blocks that have tokens.
-        is_hit: Whether each block was found. Repetitions of a computed block count as found.
+        is_hit: Whether each block was a cache hit. Repetitions of a computed block count as hits.
     """
 
     blocks: list[BlockKV]
@@ -54,14 +54,14 @@ class Fetched(NamedTuple):
 
 
 class BlockFetcher:
-    """Gets the KV of blocks from a store, and computes and stores the KV of missing blocks.
+    """Gets blocks from a store, and computes and stores missing blocks.
 
-    Stored blocks are checked: each must be this model's KV of the requested tokens.
+    Checks that each stored block is this model's KV for the requested tokens.
 
     Args:
-        resident_bytes: Bytes of blocks to cache in memory, unless the store itself is in memory.
-        kv_dtype: Type of computed keys and values. Stored blocks are read in any type.
-        on_miss: Whether to compute missing passages or to raise ``MissError``.
+        resident_bytes: Maximum bytes of blocks to cache, unless the store itself is in memory.
+        kv_dtype: Type of new keys and values. Stored blocks of any type can be read.
+        on_miss: Whether to compute missing passages or raise ``MissError``.
     """
 
     def __init__(
@@ -89,8 +89,7 @@ class BlockFetcher:
         self._lookup = BlockLookup(model, access)
         self._cache = BlockCache(store, resident_bytes, read_only=access.read_only)
         self._outline = model.profile.token_outline
-        # Keys of blocks to store on their next use: system messages that were used once, and
-        # damaged entries.
+        # Keys of blocks to store on their next use: system messages used once, and damaged entries.
         self._to_store: set[str] = set()
 
     def specs(
@@ -104,7 +103,7 @@ class BlockFetcher:
         return any(key in self.store for key in spec.keys)
 
     def claim(self, spec: BlockSpec) -> bool:
-        """Mark a block's entry as used now, and record the block's handles in it.
+        """Mark a block's entry as just used, and record the block's handles in it.
 
         Returns:
             Whether the store has an entry that appears intact.
@@ -117,10 +116,10 @@ class BlockFetcher:
         return any(self.store.touch(key) for key in others)
 
     def fetch(self, context: Sequence[BlockSpec]) -> Fetched:
-        """Get the KV of a prompt's context blocks. Missing blocks are computed in batches.
+        """Get the KV of a prompt's context blocks, and compute missing blocks in batches.
 
-        Computed passages are stored. System messages are stored on their second use. All other text
-        is private to its prompt and kept in this process's memory only.
+        New passages are stored. System messages are stored on their second use. All other text is
+        private to its prompt, and only kept in this process's memory.
         """
         specs = merge_specs(context)
         blocks = self._look_up([*specs.values()])
@@ -137,7 +136,7 @@ class BlockFetcher:
                 for spec, kv in batch:
                     self._keep(kv, spec.keep)
                     blocks[spec.name] = kv
-        # A text without tokens has no KV: it is neither a hit nor a miss.
+        # A text without tokens has no KV, so it is neither a hit nor a miss.
         used = [spec for spec in context if spec.ids]
         computed = {spec.name for spec in missing}
         is_hit = []
@@ -149,13 +148,13 @@ class BlockFetcher:
     def encode(
         self, specs: Sequence[BlockSpec], batch_tokens: int | None = None
     ) -> Iterator[list[tuple[BlockSpec, BlockKV]]]:
-        """Compute blocks in batches, as ``BlockModel.encode`` does.
+        """Compute blocks in batches, like ``BlockModel.encode``.
 
-        If the store has a block's KV without the adapter, only the adapter is applied. Blocks
+        If the store contains a block without the adapter, the adapter is applied to it. Blocks
         without tokens are skipped.
         """
         requests: dict[str, EncodeRequest] = {}
-        # Blocks of several namespaces may have the same tokens.
+        # Blocks in different namespaces may have the same tokens.
         waiting: dict[str, list[BlockSpec]] = {}
         for spec in specs:
             encoded = self._stored_without_adapter(spec) if spec.ids else None
@@ -175,7 +174,7 @@ class BlockFetcher:
         plain = spec._replace(keys=(key,))
         (stored,), _ = find_blocks([plain], self.store.get_many, self._outline)
         if stored is None or stored.scales is not None:
-            # A correction of int8 values would round them twice.
+            # Correcting int8 values would round them twice.
             return None
         return stored.to(self._model.device)
 
@@ -205,16 +204,16 @@ class BlockFetcher:
         return blocks
 
     def _note_error(self, spec: BlockSpec, error: StoreError) -> None:
-        """Log an entry that cannot be used. A bad entry is overwritten."""
-        if not is_damage(error):  # An unavailable store may have no entry to overwrite.
+        """Log an unusable entry. If it is damaged, mark it to be overwritten."""
+        if not is_damage(error):  # An unavailable store may not have an entry to overwrite.
             done = "the store is tried again next time"
         else:
             done = "kept in memory" if self.access.read_only else "the entry is overwritten"
             self._to_store.add(spec.key)
-        logger.warning("%s. The block is computed again and %s.", error, done)
+        logger.warning("%s. The block is recomputed and %s.", error, done)
 
     def _keep(self, kv: BlockKV, allowed: Keep) -> None:
-        """Keep a computed block in the store if that is allowed, else in memory."""
+        """Keep a new block in the store if allowed, otherwise in memory."""
         key = kv.key
         if allowed.is_stored or key in self._to_store:
             self._store(kv)
@@ -232,14 +231,14 @@ class BlockFetcher:
             return
         try:
             self._cache.put(kv.key, kv)
-        except StoreUnavailableError:  # The store has logged and counted the failure.
+        except StoreUnavailableError:  # The store has already logged and counted the failure.
             return
         except StoreError as error:
-            logger.warning("%s. The answer is not affected; the block is computed again.", error)
+            logger.warning("%s. The answer is not affected; the block is recomputed.", error)
 
 
 def check_on_miss(on_miss: OnMiss) -> OnMiss:
-    """Return ``on_miss`` if it is valid."""
+    """Validate ``on_miss``, and return it unchanged."""
     if on_miss not in ("compute", "error"):
         raise ValueError(f"Unknown on_miss {on_miss!r}: expected 'compute' or 'error'.")
     return on_miss

@@ -1,4 +1,4 @@
-"""Search for the recipe of an engine."""
+"""Search for an engine's recipe."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ AUTO = "auto"
 
 _SHIPPED = Path(__file__).parent / "recipes"
 
-# Warnings that were logged for each model. Each is logged once, for any number of engines.
+# Warnings logged for each model, so that each is only logged once, even with several engines.
 _warned_of: WeakKeyDictionary[object, set[str]] = WeakKeyDictionary()
 
 
@@ -47,7 +47,7 @@ def resolve_recipe(
     *,
     stock: str = STOCK,
 ) -> Recipe:
-    """Find the recipe that an engine uses.
+    """Determine the recipe that an engine uses.
 
     Args:
         given: A recipe, a recipe's folder, settings such as ``"head+recompute:0.1"``
@@ -64,13 +64,13 @@ def resolve_recipe(
     4. A recipe shipped with the package for the model's fingerprint.
     5. ``stock``, or ``"fast"`` if the model cannot recompute tokens. A warning states its cost.
 
-    In items 2 and 3, recipes for other models are skipped with a warning. In item 3, so are recipes
-    that are damaged or cannot be used.
+    In steps 2 and 3, recipes for other models are skipped with a warning. In step 3, damaged and
+    unusable recipes are also skipped.
 
     Raises:
         ValueError: the recipe is missing or damaged, or does not belong to the model.
         OSError: the recipe cannot be read.
-        TypeError: ``given`` has another type.
+        TypeError: ``given`` has an unsupported type.
     """
     if given is None or given == AUTO:
         return _automatic(model, store, folder, stock)
@@ -82,7 +82,7 @@ def resolve_recipe(
         recipe = Recipe.load(given)
     else:
         raise TypeError(
-            f"Invalid recipe {given!r:.80}: expected a Recipe, the folder of one, 'auto', or "
+            f"Invalid recipe {given!r:.80}: expected a Recipe, a recipe's folder, 'auto', or "
             f"{TEXT_FORMS}."
         )
     check_fits(recipe, model)
@@ -92,7 +92,7 @@ def resolve_recipe(
 
 
 class CallRecipes:
-    """Recipes of an engine and of its calls.
+    """Recipes of an engine and its calls.
 
     Raises the same errors as ``resolve_recipe``.
     """
@@ -114,7 +114,7 @@ class CallRecipes:
         self.default = self._resolved(default)
 
     def of_call(self, given: RecipeLike | None) -> Recipe:
-        """Recipe of a call. ``None`` and ``"auto"`` select the engine's recipe."""
+        """Recipe for a call. ``None`` and ``"auto"`` select the engine's recipe."""
         if given is None or given is self.default or given == AUTO:
             return self.default
         return self._resolved(given)
@@ -131,7 +131,7 @@ def check_fits(recipe: Recipe, model: AnyModel) -> None:
     """
     if why := foreign(recipe, model):
         raise ValueError(
-            f"{why} Use recipe='auto', or make a recipe for this model and dtype: {_repair(model)}."
+            f"{why} Use recipe='auto', or create one for this model and dtype: {_repair(model)}."
         )
     sink_ids(recipe.sink, model.tokenizer)
     if recipe.recompute:
@@ -139,14 +139,14 @@ def check_fits(recipe: Recipe, model: AnyModel) -> None:
     if recipe.adapter:
         if any(kind.attention == "latent" for kind in model.profile.kinds):
             raise UnsupportedModelError(
-                f"{model.name} cannot use a recipe with an adapter: it has multi-head latent "
-                "attention, for which adapters are not defined; use a sink and promote=1"
+                f"{model.name} cannot use a recipe with an adapter, because adapters do not "
+                "support multi-head latent attention: use a sink and promote=1"
             )
         recipe.adapter.check_shapes(model.profile.layer_outlines)
 
 
 def foreign(recipe: Recipe, model: AnyModel) -> str:
-    """Reason why a recipe does not belong to a model, as a sentence. Empty if it does."""
+    """Sentence that explains why a recipe does not belong to a model. Empty if it does."""
     if not recipe.fingerprints or model.fingerprint in recipe.fingerprints:
         return ""
     known = ", ".join(f"{fingerprint[:12]}..." for fingerprint in recipe.fingerprints)
@@ -172,15 +172,15 @@ def _automatic(model: AnyModel, store: KVStore, folder: Path | None, stock: str)
 
 
 def stock_recipe(model: AnyModel, stock: str = STOCK) -> Recipe:
-    """Default recipe of a stock model: ``stock``, or the best free settings if the model cannot
-    recompute tokens."""
+    """Default recipe for a stock model: ``stock``, or the best settings without a cost per answer
+    if the model cannot recompute tokens."""
     recipe = Recipe.of_text(stock)
     if recipe is None:
         raise ValueError(f"Invalid settings {stock!r}: expected {TEXT_FORMS}.")
     if recipe.recompute and not can_recompute(model):
         recipe = Recipe(FREE_SINK)
     if model.profile.has_states and not recipe.promote:
-        # With promotion, state layers process the last passage.
+        # With promotion, state layers process the last passage, too.
         recipe = replace(recipe, promote=1)
     return replace(recipe, source=STOCK_SOURCE)
 
@@ -189,7 +189,7 @@ def recipe_in_use(model: AnyModel, store: KVStore, folder: Path | None = None) -
     """The recipe that ``"auto"`` uses for a stock model, if it has an adapter.
 
     Returns:
-        None if there is no such recipe, or if it is damaged (logged as a warning).
+        None if there is no such recipe, or if it is damaged, which logs a warning.
     """
     try:
         found = _found(model, store, folder)
@@ -228,8 +228,8 @@ def _found(model: AnyModel, store: KVStore, folder: Path | None) -> Recipe | Non
 def _sources(model: AnyModel) -> Iterator[str]:
     """Paths that the model may have been loaded from.
 
-    A name without a folder, such as ``tiny``, may be only a label. It is a path only if the weights
-    were loaded from this path. Otherwise, files in the current directory would change answers.
+    A name without a folder, such as ``tiny``, may just be a label. It only counts as a path if the
+    weights were loaded from it. Otherwise, files in the current directory would change answers.
     """
     loaded = str(getattr(model.config, "_name_or_path", ""))
     if model.name == loaded or is_gguf(Path(model.name)) or Path(model.name).name != model.name:
@@ -238,7 +238,7 @@ def _sources(model: AnyModel) -> Iterator[str]:
 
 
 def _places(store: Path | None, models: Iterable[str], folder: Path | None) -> Iterator[Path]:
-    """Folders that contain a recipe, in the order in which ``"auto"`` searches them."""
+    """Folders that contain a recipe, in the search order of ``"auto"``."""
     folders = [folder, store, store and store.parent]
     for name in dict.fromkeys(models):
         path = Path(name).expanduser()
@@ -255,7 +255,7 @@ def _places(store: Path | None, models: Iterable[str], folder: Path | None) -> I
 
 
 def _is_unreadable(place: Path) -> bool:
-    """Whether a recipe may exist but cannot be accessed. Loading it then raises an error."""
+    """Whether a recipe may exist but cannot be accessed, so that loading it raises an error."""
     try:
         (place / RECIPE_FILE).stat()
     except (FileNotFoundError, NotADirectoryError):
@@ -266,10 +266,10 @@ def _is_unreadable(place: Path) -> bool:
 
 
 def known_digests(given: RecipeLike, store: str | Path | None, model: str) -> list[str]:
-    """Digests of the recipes that an engine may use, found without loading its model.
+    """Find the digests of all recipes that an engine may use, without loading its model.
 
-    ``"auto"`` may use any recipe next to the store or in the model's folder, and that of stock
-    models. Any other ``given`` has a single digest.
+    ``"auto"`` may use any recipe next to the store or in the model's folder, or the one for stock
+    models. All other values of ``given`` have a single digest.
     """
     if isinstance(given, Recipe):
         return [given.digest]
@@ -277,7 +277,7 @@ def known_digests(given: RecipeLike, store: str | Path | None, model: str) -> li
         return [named.digest]
     path = None if store is None else Path(store).expanduser()
     if given != AUTO:
-        assert not isinstance(given, Recipe)  # A `Recipe` was returned above.
+        assert not isinstance(given, Recipe)  # Handled above.
         return [read_fields(Path(given).expanduser()).digest]
     digests = known_digests(STOCK, None, "")
     for place in _places(path, [model], None):
@@ -320,16 +320,16 @@ def _trade(model: AnyModel, recipe: Recipe, folder: Path | None) -> str:
     start = (
         f"{model.name} is not block-fine-tuned and has no recipe: block mode uses {str(recipe)!r}, "
     )
-    repair = f"{_repair(model, folder)} makes a recipe for it"
+    repair = f"{_repair(model, folder)} creates a recipe for it"
     if not recipe.recompute:
         return (
-            f"{start}which costs nothing per answer, but its answers are less accurate than in "
-            f"full mode. {repair}. Or use mode='full'."
+            f"{start}which costs nothing per answer, but is less accurate than full mode. "
+            f"{repair}. Or use mode='full'."
         )
     return (
-        f"{start}which computes {100 * recipe.recompute:g} % of the passages' tokens again for "
-        "each question, with attention to everything before them. `blockattn-rag eval` measures "
-        f"how many of full mode's right answers this keeps. Recipe {FAST!r} computes none again. "
+        f"{start}which recomputes {100 * recipe.recompute:g} % of the passages' tokens for each "
+        "question, with attention to everything before them. `blockattn-rag eval` measures how "
+        f"many of full mode's correct answers this keeps. Recipe {FAST!r} recomputes none. "
         f"{repair}."
     )
 

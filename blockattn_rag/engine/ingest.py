@@ -1,4 +1,4 @@
-"""Ingestion: computing and storing blocks that are not in the store yet."""
+"""Ingestion: computes and stores blocks that are not in the store yet."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from blockattn_rag.prompts.recognition import entries_of
 
 _Batch = list[tuple[BlockSpec, BlockKV]]
 Run = Callable[[Callable[[], _Batch | None]], _Batch | None]
-"""Runs a function on the model's thread and returns its result."""
+"""Function that runs another function on the model's thread, and returns its result."""
 
-# Blocks are sorted by length in windows of this size, which limits memory and padding.
+# Blocks are sorted by length within windows of this size, which limits memory and padding.
 _WINDOW = 256
 
 
 @dataclass(frozen=True, slots=True)
 class EncodeStats:
-    """Statistics of ``precompute``. Counts distinct blocks; texts without tokens do not count.
+    """Statistics of ``precompute``. Only counts distinct blocks that have tokens.
 
     Args:
         computed: Blocks computed and stored.
-        reused: Blocks that were stored already.
+        reused: Blocks that were already stored.
         computed_tokens: Tokens of the computed blocks.
-        stored_bytes: Bytes of the computed blocks.
-        seconds: Time that the call took.
+        stored_bytes: Size of the computed blocks in bytes.
+        seconds: Duration of the call.
     """
 
     computed: int = 0
@@ -45,7 +45,7 @@ class EncodeStats:
 
 
 def blocks_to_encode(texts: Sequence[str | Block] | BlockPrompt) -> tuple[list[Block], bool]:
-    """The argument of ``encode`` as blocks, and whether the first block starts a prompt."""
+    """Convert the argument of ``encode`` to blocks, and whether the first block starts a prompt."""
     if isinstance(texts, str) or not isinstance(texts, (Iterable, BlockPrompt)):
         raise TypeError(f"Expected a list of texts, found {type(texts).__name__}: pass [text]")
     as_prompt = isinstance(texts, BlockPrompt)
@@ -64,17 +64,17 @@ def precompute(
     batch_tokens: int | None = None,
     recipe: Recipe = PLAIN,
 ) -> EncodeStats:
-    """Compute and store missing blocks. An interruption loses at most one batch.
+    """Compute and store missing blocks. If interrupted, at most one batch is lost.
 
-    The passages are then added to the store's index, which finds them in prompts without markers.
+    The passages are then indexed in the store, so that they are found in prompts without markers.
 
     Args:
-        run: Runs the encoding of one batch on the model's thread, so that answers can run between
+        run: Function that encodes one batch on the model's thread, so that answers can run between
             batches. Blocks are stored in the caller's thread.
-        as_prompt: Whether the first block starts a prompt and therefore has the BOS token.
-        on_progress: Called with the number of tokens in finished blocks, and in all distinct
-            blocks. The first call counts the blocks that are already stored; a call after each
-            block follows.
+        as_prompt: Whether the first block starts a prompt, and therefore has the BOS token.
+        on_progress: Callback that receives the number of tokens in finished blocks and in all
+            distinct blocks. It is first called for the blocks that are already stored, then after
+            each block.
         batch_tokens: Maximum number of tokens in an encoding batch, including padding.
     """
     started = time.perf_counter()
@@ -114,10 +114,10 @@ def progress(
     on_progress: Callable[[int, int], None] | None,
     unit: str = "tokens",
 ) -> Iterator[Callable[[int], None]]:
-    """Context with a function that reports further tokens to a progress bar and a callback.
+    """Yield a function that reports newly finished tokens to a progress bar and a callback.
 
-    Progress counts tokens, because the time of a block depends on its length, and short blocks are
-    computed first.
+    Progress is measured in tokens, because the time per block depends on its length, and short
+    blocks are computed first.
     """
     # The bar is created only on request: even a disabled bar starts a thread that outlives it.
     bar = tqdm(total=total, initial=done, desc=f"Encoding {unit}") if show else None

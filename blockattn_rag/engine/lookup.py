@@ -1,4 +1,4 @@
-"""Token ids, digests and store keys of the blocks of a prompt."""
+"""Lookup of the token ids, digests and store keys of a prompt's blocks."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from blockattn_rag.prompts.sinks import NO_SINK, sink_ids
 from blockattn_rag.store.namespaces import Access
 
 MOST_REMEMBERED = 4096
-"""Number of lookups to cache. The lookup of a passage with 256 tokens takes about 10 KiB."""
+"""Number of lookups to cache. The entry for a passage of 256 tokens takes about 10 KiB."""
 
 PLAIN = Recipe()
 
 Name = tuple[str, str]
-"""Namespace and digest of a block: its identity among the blocks of one model."""
+"""Namespace and digest of a block, which identify it among a model's blocks."""
 
 
 class BlockSpec(NamedTuple):
@@ -30,7 +30,7 @@ class BlockSpec(NamedTuple):
         keys: Store key of the block in each of ``namespaces``.
         namespaces: Namespaces to search. The block is stored in the first one.
         ids: Token ids. A block without tokens has no keys and values.
-        digest: Digest of the tokens, the sink and the adapter.
+        digest: Digest of the tokens, sink and adapter.
         encoded_digest: Digest of the block before its adapter is applied.
         sink_ids: Prefix tokens that the block is encoded with.
         handles: Handles of all requested texts with these tokens.
@@ -57,7 +57,7 @@ class BlockSpec(NamedTuple):
 
 
 def merge_specs(specs: Iterable[BlockSpec]) -> dict[Name, BlockSpec]:
-    """Merge blocks with the same name, joining their handles. Blocks without tokens are dropped."""
+    """Merge blocks with the same name, and join their handles. Drops blocks without tokens."""
     merged: dict[Name, BlockSpec] = {}
     for spec in specs:
         if spec.ids:
@@ -88,10 +88,10 @@ class BlockLookup:
         as_prompt: bool,
         recipe: Recipe = PLAIN,
     ) -> list[BlockSpec]:
-        """Specs of blocks.
+        """Look up the specs of blocks.
 
         Args:
-            as_prompt: Whether the first block starts a prompt. If so, it has the BOS token and is
+            as_prompt: Whether the first block starts a prompt. If so, it has the BOS token, and is
                 encoded without sink and adapter.
         """
         specs = []

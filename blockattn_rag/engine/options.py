@@ -1,4 +1,4 @@
-"""Options of one request, which are validated before anything is computed."""
+"""Options for one request, which are validated before anything is computed."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _OF_THE_ENGINE = ("on_miss", "assembly", "positions")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GenerateOptions:
-    """Options of one request. Requests with equal options may share a batch.
+    """Options for one request. Requests with equal options may share a batch.
 
     Args:
-        mode: ``"block"`` reuses blocks; ``"full"`` is ordinary attention over the same tokens.
+        mode: ``"block"`` reuses blocks; ``"full"`` runs ordinary attention over the same tokens.
         recipe: How the model runs in block mode. Ignored in full mode.
     """
 
@@ -46,7 +46,7 @@ class GenerateOptions:
         ``stop``, because transformers would search the prompt too.
 
         Args:
-            recipe: The resolved recipe of the call. The recipe in ``given`` is ignored.
+            recipe: The call's recipe, already resolved. The recipe in ``given`` is ignored.
         """
         rest = dict(given)
         rest.pop("recipe", None)
@@ -58,7 +58,7 @@ class GenerateOptions:
         for name in rest:
             _check_name(name)
         stop = (*_texts(named.pop("stop", None)), *_texts(rest.pop("stop_strings", None)))
-        if "stop_strings" in given:  # Transformers needs the tokenizer only for stop_strings.
+        if "stop_strings" in given:  # Transformers only needs the tokenizer for stop_strings.
             rest.pop("tokenizer", None)
         return cls(
             mode="block" if mode is None else mode,
@@ -79,7 +79,7 @@ class GenerateOptions:
 
 
 def _check_name(name: str) -> None:
-    """Refuse settings of the engine, and misspelled options."""
+    """Reject engine settings and misspelled options."""
     if name in _OF_THE_ENGINE:
         raise TypeError(
             f"{name!r} is a setting of the engine, not of a call: pass it to the constructor, "

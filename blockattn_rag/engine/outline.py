@@ -1,10 +1,10 @@
 """RecipeOutline: the identity of a recipe, and its text form.
 
-The text form names the settings that need no fitting, joined by ``+``::
+The text form lists the settings that need no fitting, joined by ``+``::
 
     none                  block mode as published
     head                  a sink; see ``prompts.sinks``
-    recompute:0.1         a share of the passages' tokens to compute again for each question
+    recompute:0.1         a share of the passages' tokens to recompute for each question
     promote:1             passages at the end of the prompt to compute with the question
     head+recompute:0.1    several settings
     fast                  the best settings that cost nothing per answer: the same as ``head:4``
@@ -22,26 +22,26 @@ from typing import Any
 from blockattn_rag.prompts.sinks import NO_SINK, is_sink
 
 STOCK = "head+recompute:0.1"
-"""Settings of ``"auto"`` for a stock model without a recipe. They need no fitting, and keep the
-most right answers among such settings (docs/quality.md)."""
+"""Settings of ``"auto"`` for a stock model without a recipe. They need no fitting, and preserve the
+most correct answers among such settings (docs/quality.md)."""
 
 STOCK_SOURCE = "stock model"
 """``Recipe.source`` of these settings."""
 
 FAST, FREE_SINK = "fast", "head:4"
-"""Name of the best settings that cost nothing per answer, and their sink."""
+"""Name of the best settings without a cost per answer, and their sink."""
 
 TEXT_FORMS = (
     "settings such as 'none', 'fast' or 'head+recompute:0.1' (a sink, 'promote:N' and "
     "'recompute:SHARE', joined by '+')"
 )
-"""The text forms of recipes, for messages."""
+"""Description of the text form, for messages."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecipeOutline:
-    """A recipe with the digest of its adapter instead of the adapter. Equal outlines give equal
-    answers of one model.
+    """A recipe with a digest in place of its adapter. With one model, equal outlines lead to equal
+    answers.
 
     Args:
         sink, promote, recompute, positions: See ``Recipe``.
@@ -55,21 +55,21 @@ class RecipeOutline:
     positions: str = "reordered"
 
     def __post_init__(self) -> None:
-        # Equal shares have equal digests: 1 and 1.0, -0.0 and 0.0.
+        # Equal shares must have equal digests: 1 and 1.0, -0.0 and 0.0.
         object.__setattr__(self, "recompute", float(self.recompute) + 0.0)
 
     @property
     def encoding(self) -> tuple[str, str]:
-        """The sink and the adapter's digest. Recipes with equal encodings share stored blocks."""
+        """Sink and adapter digest. Recipes with equal encodings share stored blocks."""
         return self.sink, self.adapter
 
     @property
     def digest(self) -> str:
-        """sha256 of all fields: 64 hex digits."""
+        """SHA-256 of all fields, 64 hex digits."""
         return hashlib.sha256(json.dumps(asdict(self)).encode()).hexdigest()
 
     def __str__(self) -> str:
-        """The text form, plus the adapter and the positions for messages."""
+        """Return the text form, plus the adapter and the positions for messages."""
         parts = [self.sink] if self.sink != NO_SINK else []
         parts += [f"adapter:{self.adapter[:6]}"] if self.adapter else []
         parts += [f"promote:{self.promote}"] if self.promote else []
@@ -79,7 +79,7 @@ class RecipeOutline:
 
     @classmethod
     def parsed(cls, text: str) -> RecipeOutline | None:
-        """Parse the text form. None: the text has another form, such as a folder's path."""
+        """Parse the text form. Returns None for any other text, such as a folder's path."""
         settings: dict[str, Any] = {}
         for part in (FREE_SINK if text == FAST else text).split("+"):
             name, _, value = (_SINK, "", part) if is_sink(part) else part.partition(":")
@@ -93,7 +93,7 @@ class RecipeOutline:
 
 
 _SINK = ":"
-"""Name of the sink among the settings. The text form does not contain it."""
+"""Key of the sink among the parsed settings. The text form does not contain it."""
 
 _KINDS: dict[str, type[str] | type[int] | type[float]] = {
     _SINK: str,

@@ -1,4 +1,4 @@
-"""Items of a model's queue: functions to run, and prompts to answer."""
+"""Items in a model's queue: functions to run, and prompts to answer."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LatePrompt = Prompt | Callable[[], Prompt]
 
 
 def to_block_prompt(prompt: LatePrompt) -> BlockPrompt:
-    """Call the function that creates a prompt, if any, and convert a list to a ``BlockPrompt``."""
+    """Convert a prompt to a ``BlockPrompt``. If it is a function, call it first."""
     made = prompt() if callable(prompt) else prompt
     return made if isinstance(made, BlockPrompt) else BlockPrompt.from_texts(made)
 
@@ -42,11 +42,11 @@ def check_batch_size(batch_size: object) -> None:
 class Group:
     """Concurrent calls whose requests should share a batch.
 
-    Requests of a group wait until every running call has submitted a request or has ended without
+    Requests in a group wait until every running call has submitted a request, or has ended without
     one, for example because its answer was cached.
 
     Args:
-        options: Options of the requests. Requests with other options do not join the group.
+        options: Options of the requests. Requests with different options do not join the group.
         at_once: Number of calls that run concurrently.
     """
 
@@ -61,7 +61,7 @@ class Group:
 
     @contextmanager
     def call(self) -> Iterator[None]:
-        """Context manager for one of the calls, to be used in its own thread or task."""
+        """Context manager for one call, to be used in the call's own thread or task."""
         token = self._current.set(self)
         try:
             yield
@@ -72,7 +72,7 @@ class Group:
             self._current.reset(token)
 
     def dissolve(self) -> None:
-        """Stop waiting for further calls, some of which will never start."""
+        """Stop waiting for calls that have not started, because some never will."""
         with self._lock:
             self._remaining = 0
         self._notify()
@@ -83,21 +83,21 @@ class Group:
 
     @classmethod
     def of_this_call(cls, options: object) -> Group | None:
-        """The group of the current call, if it has these options."""
+        """Return the current call's group if it has these options."""
         group = cls._current.get()
         return group if group is not None and group._options == options else None
 
     def is_complete(self, waiting: int) -> bool:
-        """Whether all running calls have submitted a request. ``waiting``: number of waiting
+        """Whether all running calls have submitted a request. ``waiting``: Number of waiting
         requests."""
         return waiting >= min(self._at_once, self._remaining)
 
 
 class Pending(Generic[T]):
-    """An item of the queue, with the future of its result."""
+    """A queue item with a future for its result."""
 
     group: Group | None = None
-    needs: Future[Any] | None = None  # The work starts when this future is done.
+    needs: Future[Any] | None = None  # The work can start once this future is done.
     loop: asyncio.AbstractEventLoop | None = None  # Event loop of an async caller.
     max_batch = 1
 
@@ -118,10 +118,10 @@ class Pending(Generic[T]):
         self.answer.cancel()
 
     def result(self, timeout: float | None = None) -> T:
-        """The result, or the error that the work raised.
+        """Wait for the result, or raise the error that the work raised.
 
         Args:
-            timeout: Seconds to wait. Afterwards, the work is canceled.
+            timeout: Seconds to wait before the work is canceled.
         """
         try:
             return self.answer.result(timeout)
@@ -138,11 +138,11 @@ class Pending(Generic[T]):
 
     @property
     def is_ready(self) -> bool:
-        """Whether the work can start when the model is free."""
+        """Whether the work can start once the model is free."""
         return self.group is None and (self.needs is None or self.needs.done())
 
     def begin(self) -> bool:
-        """Mark the work as running, unless the caller has left. Running work cannot be canceled.
+        """Mark the work as running, unless its caller is gone. Running work cannot be canceled.
 
         Returns:
             Whether to run the work.
@@ -150,8 +150,8 @@ class Pending(Generic[T]):
         return not self.left and self.answer.set_running_or_notify_cancel()
 
     def fail(self, error: BaseException) -> None:
-        if isinstance(error, StopIteration):  # Futures of asyncio refuse StopIteration.
-            named = RuntimeError(f"Making the prompt or its answer raised {error!r}")
+        if isinstance(error, StopIteration):  # asyncio futures reject StopIteration.
+            named = RuntimeError(f"Creating the prompt or its answer raised {error!r}")
             named.__cause__ = error
             error = named
         if not self.answer.done():
@@ -162,9 +162,9 @@ class Pending(Generic[T]):
         return False
 
     def run(self, batch: Sequence[Pending[Any]]) -> None:
-        """Run a batch whose first item is this one, with the caller's context variables and number
-        of PyTorch threads. Sets each item's result or error."""
-        # PyTorch keeps its number of threads per calling thread.
+        """Run a batch that starts with this item, and set each item's result or error. Uses the
+        caller's context variables and number of PyTorch threads."""
+        # PyTorch's number of threads is a setting of the calling thread.
         if torch.get_num_threads() != self._num_threads:
             torch.set_num_threads(self._num_threads)
         self._context.copy().run(self._serve, batch)
@@ -174,7 +174,7 @@ class Pending(Generic[T]):
 
 
 class Job(Pending[T]):
-    """A function to run between answers, such as encoding a few blocks."""
+    """A function to run between answers, such as one that encodes a few blocks."""
 
     def __init__(self, work: Callable[[], T]) -> None:
         super().__init__()
@@ -185,10 +185,10 @@ class Job(Pending[T]):
 
 
 class BatchRunner(Protocol):
-    """Interface that answers requests, implemented by ``runner.Runner``."""
+    """Interface for answering requests, implemented by ``runner.Runner``."""
 
     def answer_batch(self, batch: Sequence[PendingRequest], /) -> None:
-        """Set the answer or the error of each request. All requests have equal options."""
+        """Set each request's answer or error. All requests have equal options."""
 
     def can_share(self, options: GenerateOptions, /) -> bool:
         """Whether batching leaves the answers to requests with these options unchanged."""
@@ -201,7 +201,7 @@ class PendingRequest(Pending[Generation]):
         prompt: The prompt, or a function that creates it. The function is called outside the
             caller's thread, because it may be slow and the caller may be an event loop.
         runner: Runner that answers the request, in a batch with requests that have equal options.
-        needs: Future of the compiled grammar. Until it is done, other requests may run first.
+        needs: Future of the compiled grammar. Other requests may run before it is done.
     """
 
     def __init__(
@@ -251,7 +251,7 @@ class PendingRequest(Pending[Generation]):
         def put(chunk: GenerationChunk | None) -> None:
             try:
                 loop.call_soon_threadsafe(chunks.put_nowait, chunk)
-            except RuntimeError:  # The loop is closed, so nobody reads the stream.
+            except RuntimeError:  # The loop is closed, so nobody is reading the stream.
                 self.leave()
 
         self.on_chunk = put

@@ -1,8 +1,8 @@
 """Recipes: how a model runs in block mode.
 
-Models that are not block-fine-tuned give worse answers in block mode. A recipe improves them,
-mainly by changing how passages are encoded, which costs nothing per answer. ``blockattn-rag
-repair`` makes a recipe and saves it as a folder::
+Models that are not block-fine-tuned give worse answers in block mode. A recipe improves the
+answers, mainly by changing how passages are encoded, which adds no cost per answer.
+``blockattn-rag repair`` creates a recipe and saves it as a folder::
 
     recipe.json             the fields of ``Recipe`` with the measurements of ``repair``, its
                             digest, and the names of the other files
@@ -39,17 +39,17 @@ from blockattn_rag.prompts.sinks import NO_SINK, check_sink
 
 @dataclass(frozen=True)  # Without slots: cached_property needs a __dict__.
 class Recipe:
-    """How a model runs in block mode. Equal recipes give equal answers.
+    """How a model runs in block mode. Equal recipes lead to equal answers.
 
     Args:
         sink: Prefix tokens that passages are encoded with, such as ``"head:4"``; see
             ``prompts.sinks``.
-        adapter: Correction of passages' keys and values after encoding, fitted to ``sink``.
-        promote: Number of passages at the end of a prompt to compute with the question. They
-            attend to everything before them, as in full attention.
-        recompute: Share of the other passages' tokens to compute again for each question, with full
-            attention: the tokens that the question attends to most (``model.recompute``).
-        positions: ``"reordered"`` moves keys to their positions in the prompt; ``"composite"`` does
+        adapter: Correction for passages' keys and values after encoding, fitted with ``sink``.
+        promote: Number of passages at the end of a prompt to compute together with the question.
+            They attend to everything before them, as in full attention.
+        recompute: Share of the other passages' tokens to recompute with full attention for each
+            question. The tokens that the question attends to most are chosen (``model.recompute``).
+        positions: ``"reordered"`` moves keys to their positions in the prompt. ``"composite"`` does
             not (the papers' ablation).
         fingerprints: Fingerprints of the models that the recipe belongs to. Empty: any model.
             Required with an adapter.
@@ -59,7 +59,7 @@ class Recipe:
         source: Origin of the recipe, for messages.
 
     Raises:
-        ValueError, TypeError: a field has a wrong value.
+        ValueError, TypeError: a field is invalid.
     """
 
     sink: str = NO_SINK
@@ -89,10 +89,10 @@ class Recipe:
             raise ValueError(f"Invalid positions {self.positions!r}: expected {known}.")
         if share and self.positions != "reordered":
             raise ValueError(
-                f"Invalid recompute {share!r} with positions={self.positions!r}: recomputed tokens "
-                "need positions='reordered'."
+                f"Invalid recompute {share!r} with positions={self.positions!r}: recomputing "
+                "tokens requires positions='reordered'."
             )
-        # Equal shares have equal digests: 1 and 1.0, -0.0 and 0.0.
+        # Equal shares must have equal digests: 1 and 1.0, -0.0 and 0.0.
         object.__setattr__(self, "recompute", float(self.recompute) + 0.0)
         given: object = self.fingerprints
         if isinstance(given, str):
@@ -111,25 +111,25 @@ class Recipe:
             )
         if not self.fingerprints:
             raise ValueError(
-                "A recipe with an adapter needs the fingerprints of its models, found none."
+                "A recipe with an adapter requires the fingerprints of its models, found none."
             )
         if self.adapter.sink != self.sink:
             raise ValueError(
                 f"The adapter was fitted to sink={self.adapter.sink!r}, found sink={self.sink!r}: "
-                "use the adapter's sink, or fit another adapter."
+                "use the adapter's sink, or fit a new adapter."
             )
 
     @cached_property
     def digest(self) -> str:
-        """sha256 of all fields except report and source: 64 hex digits."""
+        """SHA-256 of all fields except report and source, 64 hex digits."""
         return hashlib.sha256(json.dumps(self._fields(), sort_keys=True).encode()).hexdigest()
 
     @classmethod
     def of_text(cls, text: str) -> Recipe | None:
-        """The recipe that a text such as ``"head+recompute:0.1"`` names; see ``engine.outline``.
+        """Parse a recipe's text form, such as ``"head+recompute:0.1"``; see ``engine.outline``.
 
         Returns:
-            None if the text has another form, such as a folder's path.
+            The recipe. None for any other text, such as a folder's path.
 
         Raises:
             ValueError: a value is out of range.
@@ -142,7 +142,7 @@ class Recipe:
 
     @property
     def outline(self) -> RecipeOutline:
-        """The recipe without the weights of its adapter."""
+        """The recipe without its adapter's weights."""
         adapter = self.adapter.digest if self.adapter else ""
         return RecipeOutline(self.sink, adapter, self.promote, self.recompute, self.positions)
 
@@ -154,7 +154,7 @@ class Recipe:
         return str(self.outline)
 
     def _fields(self) -> dict[str, Any]:
-        # Written only if set, so that recipes of previous versions keep their digests.
+        # Only written if set, so that recipes from earlier versions keep their digests.
         return ({"recompute": self.recompute} if self.recompute else {}) | {
             "sink": self.sink,
             "adapter": self.adapter.digest if self.adapter else None,
@@ -168,38 +168,38 @@ class Recipe:
     # -- files -------------------------------------------------------------------------------
 
     def save(self, folder: str | Path, *, plot: bytes | None = None) -> None:
-        """Save the recipe to a folder, completely or not at all. Replaces an existing recipe.
+        """Save the recipe to a folder atomically. Replaces an existing recipe.
 
-        Other processes that load the recipe meanwhile get the old or the new recipe.
+        Other processes that load the recipe in the meantime get either the old or the new recipe.
 
         Args:
-            folder: Folder that is new, empty, or contains only a recipe. A damaged recipe is
-                replaced, too.
+            folder: Folder that does not exist, is empty, or only contains a recipe, which may be
+                damaged.
             plot: PNG image of the report.
 
         Raises:
-            ValueError: the report is not plain JSON or too large, or ``folder`` has other files.
-            OSError: the folder cannot be written, or another process locks it for a minute.
+            ValueError: the report is too large or not plain JSON, or ``folder`` has other files.
+            OSError: the folder is not writable, or is locked by another process for over a minute.
         """
         fields = {"digest": self.digest, **self._fields(), "report": dict(self.report)}
         if (nbytes := len(json.dumps(fields, indent=2, allow_nan=False)) + 200) > MOST_JSON_BYTES:
             raise ValueError(
                 f"The recipe has {nbytes:,} bytes as JSON, expected at most {MOST_JSON_BYTES:,}: "
-                "leave a part of the report out."
+                "shorten the report."
             )
         parts = {ADAPTER: correction_bytes(self.adapter)} if self.adapter else {}
         if plot is not None:
             parts[PLOT] = plot
-        # Replaces the target of a link, not the link.
+        # Replace the target of a link, not the link itself.
         place = Path(folder).expanduser().resolve()
         write_recipe(place, fields, parts)
 
     @classmethod
     def load(cls, folder: str | Path) -> Recipe:
-        """Read a recipe's folder and check all of its files.
+        """Read a recipe from its folder, and verify all files.
 
         Raises:
-            ValueError: the folder has no recipe, or the recipe is damaged.
+            ValueError: the folder contains no recipe, or the recipe is damaged.
             OSError: the recipe cannot be read.
         """
         folder = Path(folder).expanduser()

@@ -1,9 +1,9 @@
-"""Files of a recipe's folder, which are read and replaced as one unit.
+"""Files in a recipe's folder, which are read and replaced as a unit.
 
-``recipe.json`` names the other files, its *parts*. The name of a part contains the digest of its
-contents, so a part never changes. A writer writes the new parts, then replaces ``recipe.json``,
-which commits them, and then deletes all other parts. An interruption leaves the old or the new
-recipe, and parts that the next save deletes. Readers take no lock: they start again if a part was
+``recipe.json`` lists the other files, its *parts*. The name of a part contains the digest of its
+contents, so parts never change. A writer writes the new parts, then commits them by replacing
+``recipe.json``, and then deletes all other parts. If interrupted, this leaves either the old or the
+new recipe, and parts that the next save deletes. Readers take no lock, and retry if a part is
 deleted while they read. Writers exclude each other with an empty lock file, which is never deleted.
 """
 
@@ -28,10 +28,10 @@ from blockattn_rag.files import locked, replacing, sync, write_json
 VERSION = 3
 RECIPE_FILE = "recipe.json"
 MOST_JSON_BYTES = 16 << 20
-"""Maximum size of ``recipe.json``. Every load reads it."""
+"""Maximum size of ``recipe.json``, which every load reads completely."""
 
 ADAPTER, PLOT = "adapter-*.safetensors", "report-*.png"
-"""Names of parts, with ``*`` for the first 16 digits of the sha256 of their contents."""
+"""Names of parts, where ``*`` is the first 16 digits of the SHA-256 of their contents."""
 
 _LOCK = ".lock"
 _DIGEST = "[0-9a-f]{16}"
@@ -39,20 +39,20 @@ _PART = "|".join(re.escape(name).replace(r"\*", _DIGEST) for name in (ADAPTER, P
 _IS_PART = re.compile(_PART)
 _IS_TEMPORARY = re.compile(rf"\.({re.escape(RECIPE_FILE)}|{_PART})\.{_DIGEST}\.tmp")
 _OF_DESKTOPS = {".DS_Store", "Thumbs.db", "desktop.ini"}
-"""Files that file managers create in every folder. They are neither refused nor deleted."""
+"""Files that file managers create in every folder. They are ignored, and never deleted."""
 
 _HEAD = b'{\n  "version": %d,\n  "digest": "' % VERSION
 _MADE_BY = "`blockattn-rag repair`"
 _ATTEMPTS = 20
 _MISSING = {errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP}
-"""Codes of the errors that prove that there is no file. The others may be transient."""
+"""Error codes that prove that a file does not exist. Other errors may be transient."""
 
 T = TypeVar("T")
 
 
 @dataclass(config=ConfigDict(extra="forbid", strict=True), frozen=True, kw_only=True)
 class RecipeFields:
-    """Contents of ``recipe.json``: the fields of a recipe, its digest, and the names of parts."""
+    """Contents of ``recipe.json``: a recipe's fields, its digest, and the names of its parts."""
 
     version: int
     digest: str
@@ -69,7 +69,7 @@ class RecipeFields:
 
 
 def read_fields(folder: Path) -> RecipeFields:
-    """Read and check ``recipe.json``."""
+    """Read and validate ``recipe.json``."""
     path = folder / RECIPE_FILE
     with _opened(path) as file:
         content = file.read(MOST_JSON_BYTES + 1)
@@ -82,7 +82,7 @@ def read_fields(folder: Path) -> RecipeFields:
     version = saved.get("version") if isinstance(saved, dict) else None
     if type(version) is not int or version != VERSION:
         raise ValueError(
-            f"{path} has version {version!r}, expected {VERSION}: make the recipe again with "
+            f"{path} has version {version!r}, expected {VERSION}: recreate the recipe with "
             f"{_MADE_BY}, or update blockattn_rag."
         )
     try:
@@ -94,10 +94,10 @@ def read_fields(folder: Path) -> RecipeFields:
 
 
 def read_consistently(folder: Path, read: Callable[[RecipeFields], T]) -> T:
-    """Read a recipe that may be replaced at the same time.
+    """Read a recipe that may be replaced while it is being read.
 
     Args:
-        read: Function that reads the parts and returns the result. It is called again if it fails,
+        read: Function that reads the parts and returns the result. It is retried if it fails,
             because the recipe may have been replaced.
     """
     for _ in range(_ATTEMPTS):
@@ -114,14 +114,14 @@ def read_consistently(folder: Path, read: Callable[[RecipeFields], T]) -> T:
 
 
 def part(folder: Path, kind: str, fields: RecipeFields) -> Path:
-    """Path of a part, after a check of its contents.
+    """Verify the contents of a part, and return its path.
 
     Args:
         kind: ``ADAPTER`` or ``PLOT``.
 
     Raises:
         FileNotFoundError: The part is missing.
-        ValueError: ``recipe.json`` names no such part, or its contents differ.
+        ValueError: ``recipe.json`` does not list the part, or its contents differ.
     """
     start = kind.partition("*")[0]
     name = next((name for name in fields.files if name.startswith(start)), None)
@@ -131,20 +131,20 @@ def part(folder: Path, kind: str, fields: RecipeFields) -> Path:
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if name != _name(kind, digest):
-        raise damaged(path, f"found sha256 {digest}, but the file's name contains another")
+        raise damaged(path, f"found SHA-256 {digest}, but its name contains a different digest")
     return path
 
 
 def write_recipe(folder: Path, fields: Mapping[str, Any], parts: Mapping[str, bytes]) -> None:
-    """Replace the recipe in a folder, or write a new recipe. An interruption leaves either recipe.
+    """Write a recipe to a folder. If interrupted, the old or the new recipe remains.
 
     Args:
-        folder: Folder that is new, empty, or contains a recipe.
+        folder: Folder that does not exist, is empty, or contains a recipe.
         fields: Fields of ``recipe.json`` except ``version`` and ``files``.
         parts: Contents of the parts, by ``ADAPTER`` and ``PLOT``.
     """
     if _LOCK not in _own_names(folder):
-        check_replaceable(folder)  # Check the folder before anything is created in it.
+        check_replaceable(folder)  # Check the folder before creating anything in it.
     names = {
         _name(kind, hashlib.sha256(content).hexdigest()): content for kind, content in parts.items()
     }
@@ -167,7 +167,7 @@ def write_recipe(folder: Path, fields: Mapping[str, Any], parts: Mapping[str, by
 
 
 def check_replaceable(folder: Path) -> None:
-    """Check that saving a recipe to a folder would delete nothing but a recipe."""
+    """Check that saving a recipe to a folder would only delete a recipe."""
     path = folder / RECIPE_FILE
     if RECIPE_FILE in _own_names(folder) and not _is_recipe(path):
         raise ValueError(
@@ -177,7 +177,7 @@ def check_replaceable(folder: Path) -> None:
 
 
 def _own_names(folder: Path) -> set[str]:
-    """Names of the files of a recipe's folder. Raises ValueError if it has any other file."""
+    """Names of the recipe files in a folder. Raises ``ValueError`` if it has any other file."""
     if not folder.is_dir():
         if os.path.lexists(folder):
             raise ValueError(f"{folder} is not a folder: choose a new or empty folder.")
@@ -186,8 +186,8 @@ def _own_names(folder: Path) -> set[str]:
     if others := [repr(entry.name) for entry in entries if not _is_own(entry)]:
         shown = ", ".join(others[:3]) + (", ..." if len(others) > 3 else "")
         raise ValueError(
-            f"{folder} contains {shown}, expected nothing but the files of a recipe: choose a new "
-            "or empty folder, or move the other files away."
+            f"{folder} contains {shown}, expected only the files of a recipe: choose a new or "
+            "empty folder, or move the other files away."
         )
     return {entry.name for entry in entries}
 
@@ -195,7 +195,7 @@ def _own_names(folder: Path) -> set[str]:
 def damaged(path: Path, why: str) -> ValueError:
     return ValueError(
         f"{path} is damaged: {why.removesuffix('.')}. Restore the recipe's folder from a copy, or "
-        f"make it again with {_MADE_BY}. (To change a field, use dataclasses.replace and "
+        f"recreate it with {_MADE_BY}. (To change a field, use dataclasses.replace and "
         "Recipe.save.)"
     )
 
@@ -206,15 +206,15 @@ def _opened(path: Path) -> BinaryIO:
             return path.open("rb")
     except PermissionError as error:
         raise PermissionError(
-            f"Cannot read the recipe {path}: make its folder and all files in it readable for this "
-            "user."
+            f"Cannot read the recipe {path}: make its folder, and all files in it, readable for "
+            "this user."
         ) from error
     except (OSError, ValueError) as error:  # A null character in the name raises ValueError.
         if isinstance(error, OSError) and error.errno not in _MISSING:
             raise
     raise ValueError(
-        f"Found no recipe at {path.parent}: expected a folder with {RECIPE_FILE}, which {_MADE_BY} "
-        f"or `Recipe.save` writes, 'auto', or {TEXT_FORMS}."
+        f"Found no recipe at {path.parent}: expected a folder with a {RECIPE_FILE} written by "
+        f"{_MADE_BY} or `Recipe.save`, 'auto', or {TEXT_FORMS}."
     )
 
 
@@ -228,13 +228,13 @@ def _is_own(path: Path) -> bool:
         return False
     try:
         status = path.stat()
-    except FileNotFoundError:  # Another writer deleted the file, or it is a link to nothing.
+    except FileNotFoundError:  # Another writer deleted the file, or it is a broken link.
         return not path.is_symlink()
     return stat.S_ISREG(status.st_mode) and (path.name != _LOCK or status.st_size == 0)
 
 
 def _is_recipe(path: Path) -> bool:
-    """Whether a ``recipe.json`` belongs to a recipe, even if it is damaged or of another
+    """Whether a ``recipe.json`` belongs to a recipe, even if it is damaged or has another
     version."""
     with path.open("rb") as file:
         content = file.read(MOST_JSON_BYTES)

@@ -1,4 +1,4 @@
-"""Results of a generation: answers, stream chunks and statistics. Does not import torch."""
+"""Generation results: answers, stream chunks and statistics. Does not import torch."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Any, Literal
 from blockattn_rag.output.answers import complete_json
 
 Mode = Literal["block", "full"]
-"""``block``: each context block attends only to itself and is reused. ``full``: ordinary causal
-attention over the same token ids; nothing is reused."""
+"""``block``: each context block only attends to itself, and is reused. ``full``: ordinary causal
+attention over the same token ids, without reuse."""
 
 FinishReason = Literal["stop", "length", "repetition"]
 """``stop``: the answer ended at an end token or stop string, or after the only allowed tool call.
-``length``: the answer was cut off at its limit. ``repetition``: the answer was stopped because it
+``length``: the answer reached the token limit. ``repetition``: the answer was stopped because it
 repeated itself (``model.repetition``)."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReuseStats:
-    """Statistics of one request: tokens reused and computed, and time per step.
+    """Statistics of one request: reused and computed tokens, and time per step.
 
     Args:
         mode: The request's mode.
@@ -29,16 +29,16 @@ class ReuseStats:
         misses: Context blocks computed.
         reused_tokens: Prompt tokens whose KV came from the store, or from an earlier prompt with
             the same context (``engine.tails``).
-        computed_tokens: Prompt tokens computed: missing blocks, the new part of the final block,
-            and tokens of passages that the recipe recomputes. Each token counts once.
-        generated_tokens: Tokens of the answer.
+        computed_tokens: Prompt tokens that were computed: missing blocks, the new part of the final
+            block, and passage tokens that the recipe recomputes. Each token counts once.
+        generated_tokens: Tokens in the answer.
         fetch_s: Seconds to look up blocks, encode missing blocks, and recompute tokens.
-        assemble_s: Seconds to assemble the blocks into a KV cache.
+        assemble_s: Seconds to assemble blocks into a KV cache.
         prefill_s: Seconds from the end of the assembly to the first token.
         ttft_s: Seconds from the call to the first token, including the wait for the model.
         total_s: Seconds from the call to the last token.
         int8_blocks: Context blocks whose KV is int8 (see ``kv_dtype`` of the engine).
-        recipe: The recipe as short text. Empty in full mode.
+        recipe: Text form of the recipe. Empty in full mode.
     """
 
     mode: Mode
@@ -57,7 +57,7 @@ class ReuseStats:
 
     @classmethod
     def from_dict(cls, figures: Mapping[str, Any]) -> ReuseStats:
-        """Statistics from the output of ``dataclasses.asdict``. Unknown keys are ignored."""
+        """Restore statistics from the output of ``dataclasses.asdict``. Ignores unknown keys."""
         return cls(**{field.name: figures[field.name] for field in fields(cls)})
 
     @property
@@ -65,7 +65,7 @@ class ReuseStats:
         return self.reused_tokens + self.computed_tokens
 
     def __add__(self, other: ReuseStats) -> ReuseStats:
-        """The sum of two requests' counts and seconds, with this request's mode and recipe."""
+        """Add up counts and seconds of two requests, keeping this request's mode and recipe."""
         names = [field.name for field in fields(self) if field.name not in ("mode", "recipe")]
         sums = {name: getattr(self, name) + getattr(other, name) for name in names}
         return replace(self, **sums)
@@ -76,7 +76,7 @@ class ReuseStats:
 
 
 class Clock:
-    """Times of the steps of one request, from ``time.perf_counter``."""
+    """Timestamps of one request's steps, from ``time.perf_counter``."""
 
     def __init__(self, started: float) -> None:
         self.started = self.assembling = self.prefilling = started
@@ -87,7 +87,7 @@ class Clock:
             self.first_token = time.perf_counter()
 
     def complete(self, stats: ReuseStats, generated_tokens: int) -> ReuseStats:
-        """Statistics with the times and the length of the answer, which ends now."""
+        """Add times and answer length to the statistics of an answer that ends now."""
         now = time.perf_counter()
         first = self.first_token or now
         return replace(
@@ -105,9 +105,9 @@ class Generation:
     """One answer.
 
     Args:
-        text: Text of the answer without control tokens, up to a stop string.
+        text: Text of the answer up to a stop string, without control tokens.
         token_ids: Token ids of the answer.
-        finish_reason: Why the answer ended.
+        finish_reason: Reason why the answer ended.
         stats: Statistics of the request.
     """
 
@@ -131,7 +131,7 @@ class GenerationChunk:
 
     Args:
         text: New text. May be empty in the last chunk.
-        generation: The complete answer. Set in the last chunk only.
+        generation: The complete answer. Only set in the last chunk.
         token_ids: New tokens. Their text may follow in later chunks.
     """
 

@@ -1,4 +1,4 @@
-"""Runner of a model, which prepares the prompts of waiting requests and answers them in batches."""
+"""Runner, which prepares the prompts of waiting requests and answers them in batches."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from blockattn_rag.prompts.blocks import BlockPrompt
 
 
 class Runner:
-    """Answers requests of one engine, on the model's thread."""
+    """Answers an engine's requests on the model's thread."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class Runner:
             known = ", ".join(map(repr, get_args(Assembly)))
             raise ValueError(f"Unknown assembly {assembly!r}: expected one of {known}.")
         if assembly == "relay":
-            # Raise an error now instead of in a request.
+            # Raise errors now rather than during a request.
             model.choose_assembly(assembly, final_tokens=1)
         self._model = model
         self._fetcher = fetcher
@@ -67,15 +67,15 @@ class Runner:
     def _prepared(self, pending: PendingRequest) -> Answer | None:
         options = pending.options
         try:
-            if pending.left:  # The caller may leave while other requests are prepared.
+            if pending.left:  # The caller may stop waiting while other requests are being prepared.
                 raise CancelledError
             prompt = pending.prompt()
-            # Raises for an invalid grammar before anything is computed.
+            # Raise errors for invalid grammars before computing anything.
             self._model.rules.matcher(options.sampling.grammar)
             return Answer(pending, prompt, self.prepare(prompt, options), self._model)
-        except KeyboardInterrupt:  # An interrupt ends the complete batch.
+        except KeyboardInterrupt:  # An interrupt ends the whole batch.
             raise
-        except BaseException as error:  # noqa: BLE001 -- raised again by the caller
+        except BaseException as error:  # noqa: BLE001 -- reraised by the caller
             pending.fail(error)
             return None
 
@@ -94,11 +94,11 @@ class Runner:
         blocks, final_ids = self._model.tokenizer.with_final_ids(prompt, recipe.promote)
         specs = self._fetcher.specs(blocks, as_prompt=True, recipe=recipe)
         prompt_tokens = sum(len(spec.ids) for spec in specs) + len(final_ids)
-        # Raises before anything is computed if the prompt does not fit.
+        # Raise an error before computing anything if the prompt does not fit.
         limit = self._model.room_for(prompt_tokens, options.sampling)
         fetched = self._fetcher.fetch(specs)
         context = place(fetched.blocks, recipe.positions)
-        # The first block already attends to everything before it, even if it has no tokens.
+        # Nothing precedes the first block, so recomputing it would change nothing.
         may_change = [
             spec.block.is_passage and index > 0 for index, spec in enumerate(specs) if spec.ids
         ]
@@ -125,8 +125,8 @@ class Runner:
         )
 
     def _recomputed(self, prepared: Prepared, options: GenerateOptions) -> Prepared:
-        """Recompute the tokens that the recipe recomputes for the question. Returns a prompt with a
-        copied context. The caller must hold the model's lock."""
+        """Recompute tokens for the question as the recipe requires. Returns a prompt with a copied
+        context. The caller must hold the model's lock."""
         if not prepared.recomputed_tokens:
             return prepared
         started = time.perf_counter()
@@ -160,7 +160,7 @@ class Runner:
     def _batches(self, answers: Sequence[Answer]) -> list[list[Answer]]:
         """Split requests into batches with equal token limits.
 
-        A forward pass of a batch, and its recomputed contexts, have at most
+        A batch's forward pass, and its recomputed contexts, have at most
         ``BlockModel.batch_tokens`` tokens, unless a single request has more."""
         batches: list[list[Answer]] = []
         widest = 0
@@ -181,7 +181,7 @@ class Runner:
         return batches
 
     def _answer(self, answers: Sequence[Answer]) -> None:
-        """Answer requests in one batch. If a batch of several requests fails, answer each alone."""
+        """Answer requests in one batch. If the batch fails, answer the requests one by one."""
         generate = self._generate_together if len(answers) > 1 else self._generate_alone
         try:
             for answer, ids in zip(answers, generate(answers), strict=True):
@@ -189,7 +189,7 @@ class Runner:
             return
         except KeyboardInterrupt:
             raise
-        except BaseException as error:  # noqa: BLE001 -- raised again by the callers
+        except BaseException as error:  # noqa: BLE001 -- reraised by the callers
             failure = error
             traceback.clear_frames(error.__traceback__)  # The frames would keep the cache alive.
         for answer in answers:
@@ -203,11 +203,11 @@ class Runner:
         (answer,) = answers
         pending, sampling = answer.pending, answer.options.sampling
         with self._model.running(sampling):
-            if pending.left:  # The caller may leave while other requests use the model.
+            if pending.left:  # The caller may stop waiting while other requests use the model.
                 raise CancelledError
             prepared = self._recomputed(answer.prepared, answer.options)
             start = self._tails.begin(prepared, answer.options)
-            # Keep only the statistics, because the answer outlives a recomputed context.
+            # Only keep the statistics, because the answer outlives a recomputed context.
             answer.prepared = answer.prepared._replace(stats=prepared.after(start.tokens).stats)
             with _assembling([answer]):
                 tokens = len(prepared.final_ids) - start.tokens
@@ -238,7 +238,7 @@ class Runner:
             return [answer.push_batched(token) for answer, token in rows]
 
         with self._model.running(sampling):
-            if nobody_waits():  # The callers may leave while other requests use the model.
+            if nobody_waits():  # The callers may stop waiting while other requests use the model.
                 raise CancelledError
             prompts = [self._recomputed(answer.prepared, answer.options) for answer in answers]
             for answer, prompt in zip(answers, prompts, strict=True):
@@ -259,11 +259,11 @@ class Runner:
     def _cache(
         self, prompts: Sequence[Prepared], final_tokens: int, options: GenerateOptions
     ) -> Any:
-        """Assemble the KV cache of prompts' contexts, for final blocks of up to ``final_tokens``.
+        """Assemble a KV cache from prompts' contexts, for final blocks of up to ``final_tokens``.
 
         Returns:
-            None if the model creates its own cache: in full mode, and for prompts without blocks,
-            unless a GPU runs these as graphs.
+            The cache. None if the model creates its own: in full mode, and for prompts without
+            blocks, unless a GPU runs them as graphs.
         """
         contexts = [prompt.context for prompt in prompts]
         if not any(context.blocks for context in contexts) and not (

@@ -1,8 +1,8 @@
-"""The queue of a model, and the thread that processes it.
+"""Model scheduler: a queue, and the thread that processes it.
 
-All engines that share a model use one queue, for answers, streams, batches, async calls and the
-encoding of passages. Waiting requests with equal options are answered in one batch. A request waits
-for others only if it is part of a group. If the model is idle, the main thread does the work itself
+All engines that share a model use one queue for answers, streams, batches, async calls and
+encoding. Waiting requests with equal options are answered in one batch. A request only waits for
+others if it is part of a group. If the model is idle, the main thread does the work itself
 (``Scheduler.submit_and_wait``).
 """
 
@@ -43,10 +43,10 @@ class Scheduler:
     # -- for callers -------------------------------------------------------------------------
 
     def submit(self, *work: Pending[Any]) -> None:
-        """Add all work items to the queue at once. Their futures get the results.
+        """Add all work items to the queue atomically. Their futures receive the results.
 
-        A thread that is already running a model does the work itself. Otherwise, a logits processor
-        that calls an engine would wait for its own thread.
+        If the calling thread is already running a model, it does the work itself. Otherwise, a
+        logits processor that calls an engine would deadlock.
         """
         if holds_a_model():
             for pending in work:
@@ -69,7 +69,7 @@ class Scheduler:
                 pending.needs.add_done_callback(lambda _: self._wake())
 
     def submit_in_turn(self, work: Pending[Any]) -> None:
-        """``submit``, together with all work from this iteration of the running event loop."""
+        """``submit``, combined with all work from this iteration of the running event loop."""
         loop = asyncio.get_running_loop()
         with self._changed:
             turn = self._turns.setdefault(loop, [])
@@ -83,11 +83,12 @@ class Scheduler:
         self.submit(*turn)
 
     def submit_and_wait(self, *work: Pending[T]) -> list[T]:
-        """Submit work and return its results, in order. After an error, the other work is dropped.
+        """Submit work, and return the results in order. After an error, the remaining work is
+        dropped.
 
-        If the model is idle, the main thread does the work itself, so a script loads and runs its
-        model in one thread. OpenMP keeps workers for each thread that has computed, and forward
-        passes are slower once workers outnumber cores (benchmarks/main_thread.py).
+        If the model is idle, the main thread does the work itself, so that a script loads and runs
+        its model in one thread. OpenMP keeps workers for each thread that has computed, and forward
+        passes slow down once workers outnumber cores (benchmarks/main_thread.py).
         """
         try:
             is_main = threading.current_thread() is threading.main_thread()
@@ -96,7 +97,7 @@ class Scheduler:
             self.submit(*work)
             return [pending.result() for pending in work]
         finally:
-            for pending in work:  # After an error or interrupt, drop the other items.
+            for pending in work:  # After an error or interrupt, drop the remaining items.
                 pending.leave()
 
     def run(self, work: Callable[[], T]) -> T:
@@ -119,7 +120,7 @@ class Scheduler:
 
     def _start(self) -> None:
         if self._has_ended:
-            raise RuntimeError("The interpreter is shutting down: no more answers can be computed")
+            raise RuntimeError("Cannot generate answers while the interpreter is shutting down")
         if self._thread is None:
             thread = threading.Thread(target=self._work, name="blockattn-model", daemon=True)
             thread.start()
@@ -129,11 +130,11 @@ class Scheduler:
         with counts_as_holder():
             while batch := self._take():
                 self._run(batch)
-                # An idle thread must keep neither a model nor an answer alive.
+                # An idle thread must not keep models or answers alive.
                 del batch
 
     def _take(self) -> list[Pending[Any]]:
-        """Wait for the next batch. An empty batch ends the thread."""
+        """Wait for the next batch. Returns an empty batch to end the thread."""
         with self._changed:
             self._running = ()
             while not self._has_ended:
@@ -151,12 +152,12 @@ class Scheduler:
         waiting = Counter(pending.group for pending in self._waiting)
         for pending in self._waiting:
             if pending.group is not None and pending.group.is_complete(waiting[pending.group]):
-                # This request stops waiting for others, even if the batch has no room for it.
+                # The request stops waiting for others, even if the batch has no room for it.
                 pending.group = None
         ready = [pending for pending in self._waiting if pending.is_ready]
         try:
             return _first_batch(ready)
-        except Exception as error:  # noqa: BLE001 -- raised again by its caller
+        except Exception as error:  # noqa: BLE001 -- reraised by its caller
             ready[0].fail(error)
             ready[0].leave()
             return ready[:1]
@@ -167,7 +168,7 @@ class Scheduler:
             return
         try:
             begun[0].run(begun)
-        except BaseException as error:  # noqa: BLE001 -- raised again by the callers
+        except BaseException as error:  # noqa: BLE001 -- reraised by the callers
             for pending in begun:
                 pending.fail(error)
 
@@ -176,7 +177,7 @@ class Scheduler:
             self._changed.notify()
 
     def end(self) -> threading.Thread | None:
-        """Drop all work, and return the thread, which ends soon."""
+        """Drop all work, and return the thread, which is about to end."""
         with self._changed:
             self._has_ended = True
             for pending in (*self._running, *self._waiting):
@@ -186,7 +187,7 @@ class Scheduler:
 
 
 def _first_batch(ready: Sequence[Pending[T]]) -> list[Pending[T]]:
-    """The first item, and all items that can share a batch with it."""
+    """Return the first item, and all items that can share a batch with it."""
     sharing = [*ready[:1], *(pending for pending in ready[1:] if pending.joins(ready[0]))]
     return sharing[: ready[0].max_batch] if ready else []
 
@@ -196,7 +197,7 @@ _guard = threading.Lock()
 
 
 def scheduler_of(lock: ModelLock) -> Scheduler:
-    """The scheduler of the model with this lock. All engines of the model share it."""
+    """Scheduler of the model with this lock, shared by all engines of the model."""
     with _guard:
         if lock not in _schedulers:
             _schedulers[lock] = Scheduler()
@@ -205,7 +206,7 @@ def scheduler_of(lock: ModelLock) -> Scheduler:
 
 @atexit.register
 def _end_all() -> None:
-    # A daemon thread that is inside PyTorch during the shutdown aborts the process.
+    # A daemon thread that is running PyTorch code during shutdown would abort the process.
     for thread in [scheduler.end() for scheduler in list(_schedulers.values())]:
         if thread is not None:
             thread.join(_LONGEST_END_S)

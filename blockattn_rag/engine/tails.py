@@ -1,9 +1,9 @@
-"""Tails: cached keys and values of final blocks and answers, mostly for a conversation's next turn.
+"""Tails: cached keys and values of final blocks and answers, mostly for the next chat turn.
 
-Text after the last passage attends to everything before it, so its keys and values are valid only
-after the same context. If a later prompt has the same context, the common prefix of its final block
-and an earlier final block and answer is reused. Reuse does not change the answer, because attention
-reads the same keys and values.
+Text after the last passage attends to everything before it, so its keys and values are only valid
+after the same context. If a later prompt has the same context, the longest common prefix of its
+final block and an earlier tail is reused. Reuse does not change answers, because attention reads
+the same keys and values.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from blockattn_rag.model.decoding import fills_in_order
 from blockattn_rag.model.probe import check_ready
 
 SHARE = 4
-"""Tails take at most a quarter of an engine's ``resident_bytes``, in addition to its blocks."""
+"""Tails take at most a quarter of an engine's ``resident_bytes``, in addition to the blocks."""
 
 _MOST = 64
 
 
 class Start(NamedTuple):
-    """The cached prefix of a final block.
+    """Cached prefix of a final block.
 
     Args:
-        base: Context that the states depend on. None: no tail is used or kept.
+        base: Context that the states depend on. None: tails are neither used nor kept.
         tokens: Length of the prefix in tokens.
-        states: Keys and values of the prefix, possibly followed by other tokens' keys and values.
+        states: Keys and values of the prefix, possibly followed by those of more tokens.
     """
 
     base: Hashable | None = None
@@ -55,24 +55,24 @@ class _Tail(NamedTuple):
 
 
 class Tails:
-    """Cache of the tails of one engine's recent answers. Callers must hold the model's lock.
+    """Cache for the tails of an engine's recent answers. Callers must hold the model's lock.
 
     Args:
-        max_bytes: Maximum size of the cached keys and values. The least recently used tails are
-            evicted. 0 disables the cache.
+        max_bytes: Maximum size of the cached keys and values. Eviction is least recently used
+            first. 0 disables the cache.
     """
 
     def __init__(self, model: BlockModel, max_bytes: int) -> None:
         self._model = model
         self._max_bytes = max_bytes
-        self._kept: list[_Tail] = []  # The least recently used tail comes first.
+        self._kept: list[_Tail] = []  # Least recently used first.
 
     def begin(self, prepared: Prepared, options: GenerateOptions) -> Start:
-        """Look up the cached prefix of a prompt's final block, without the block's last token.
+        """Look up the cached prefix of a prompt's final block, which never includes the last token.
 
-        No tail is used or kept in full mode, with options of transformers' ``generate``, with a
-        recipe that recomputes tokens for each question, or if the model's states may differ, for
-        example under autocast.
+        Tails are neither used nor kept in full mode, with options for transformers' ``generate``,
+        with a recipe that recomputes tokens, or if the model's states may differ, for example under
+        autocast.
         """
         if not self._max_bytes or options.mode != "block" or options.recipe.recompute:
             return NOTHING
@@ -93,8 +93,8 @@ class Tails:
         return Start(base, tokens, best.states)
 
     def keep(self, start: Start, prepared: Prepared, answer_ids: Sequence[int], cache: Any) -> None:
-        """Keep the tail of an answer that began with ``start``, without the answer's last token,
-        whose keys and values were not computed."""
+        """Keep the tail of an answer that began with ``start``, except for the last token, whose
+        keys and values were not computed."""
         ids = [*prepared.final_ids, *answer_ids[:-1]]
         before = len(prepared.context_ids)
         is_complete = cache is not None and cache.get_seq_length() == before + len(ids)

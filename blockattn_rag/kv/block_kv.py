@@ -15,19 +15,19 @@ from blockattn_rag.kv.quantization import KVScales, dequantize, quantize
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class BlockKV:
-    """Keys and values of one block, computed from the block's tokens alone. Immutable.
+    """Keys and values of one block, computed only from the block's tokens. Immutable.
 
     Args:
-        keys: Keys per layer, ``[num_kv_heads, num_tokens, head_dim]``, rotated for positions
-            ``0..num_tokens-1``. In the model's dtype, or int8 if quantized.
-        values: Values per layer, shaped like the keys except for the head size.
+        keys: Keys per layer, ``[num_kv_heads, num_tokens, head_dim]``, rotated to positions
+            ``0..num_tokens-1``, in the model's dtype, or int8 if quantized.
+        values: Values per layer. Shaped like the keys, except for the head size.
         token_ids: Token ids ``[num_tokens]``, int64, on the CPU. Compared on every cache hit.
-        fingerprint: Identity of the model, tokenizer and dtype that computed the block.
+        fingerprint: Identity of the model, tokenizer and dtype that the block was computed with.
         digest: ``token_digest`` of the block.
         handle: ``Block.handle`` of each text with these tokens, joined by ``joined_handles``.
-            ``store gc`` uses it to find the entries of a passage.
+            ``store gc`` uses it to find a passage's entries.
         scales: Quantization scales of the keys and values. None: the block is not quantized.
-        namespace: Tenant that the block is stored for; see ``store.namespaces``.
+        namespace: Namespace of the tenant that stored the block; see ``store.namespaces``.
     """
 
     keys: tuple[Tensor, ...]
@@ -40,10 +40,10 @@ class BlockKV:
     namespace: str = ""
 
     def states(self, layer: int, *, exact_keys: bool = False) -> tuple[Tensor, Tensor]:
-        """A layer's keys and values in the model's dtype.
+        """Keys and values of a layer in the model's dtype.
 
-        A quantized block is dequantized into new tensors. With ``exact_keys``, its keys are
-        returned in float32, so that a caller that rotates them rounds only once, afterwards.
+        Dequantizes a quantized block into new tensors. With ``exact_keys``, its keys are returned
+        in float32, so that they can be rotated before they are rounded.
         """
         keys, values = self.stored(layer)
         scales = self.scales
@@ -56,17 +56,17 @@ class BlockKV:
         )
 
     def stored(self, layer: int) -> tuple[Tensor, Tensor]:
-        """A layer's keys and values as stored: int8 if the block is quantized."""
+        """Keys and values of a layer as stored, which is in int8 if the block is quantized."""
         return self.keys[layer], self.values[layer]
 
     def tensors(self, layer: int) -> tuple[Tensor, ...]:
-        """A layer's keys and values as stored, followed by their scales if the block is
+        """Keys and values of a layer as stored, followed by their scales if the block is
         quantized."""
         of_scales = self.scales and (self.scales.keys[layer], self.scales.values[layer])
         return self.keys[layer], self.values[layer], *(of_scales or ())
 
     def with_tensors(self, layers: Sequence[Sequence[Tensor]]) -> BlockKV:
-        """Copy of this block with other tensors, per layer in the order of ``tensors``."""
+        """Copy this block with other tensors, per layer in the order of ``tensors``."""
         keys, values, *scales = zip(*layers, strict=True)
         return replace(
             self,
@@ -77,7 +77,7 @@ class BlockKV:
         )
 
     def quantized(self) -> BlockKV:
-        """This block quantized to int8; the block itself if it already is.
+        """Quantize this block to int8. Returns the block itself if it already is quantized.
 
         Raises:
             ValueError: the keys and values have different dtypes.
@@ -90,7 +90,7 @@ class BlockKV:
 
     @property
     def key(self) -> str:
-        """Key of this block in a store."""
+        """Store key of this block."""
         return store_key(self.fingerprint, self.digest, self.namespace)
 
     @property
@@ -107,8 +107,8 @@ class BlockKV:
 
     @property
     def token_outline(self) -> tuple[tuple[int, int, torch.dtype], ...]:
-        """Heads, head size and dtype of each layer's keys, then of each layer's values, as
-        ``states`` returns them."""
+        """Head count, head size and dtype of each layer's keys, then of each layer's values, as
+        returned by ``states``."""
         found = outline((*self.keys, *self.values))
         if self.scales is None:
             return found
@@ -120,28 +120,28 @@ class BlockKV:
         return sum(t.nbytes for layer in range(self.num_layers) for t in self.tensors(layer))
 
     def to(self, device: torch.device) -> BlockKV:
-        """This block on ``device``; the block itself if it is already there."""
+        """Move this block to ``device``. Returns the block itself if it is already there."""
         return self if self.device == device else self.copy_to(device)
 
     def copy_to(self, device: torch.device) -> BlockKV:
-        """Copy on ``device`` that shares no memory with this block, token ids included."""
+        """Copy this block to ``device``, including token ids, without sharing memory."""
         layers = [self.tensors(layer) for layer in range(self.num_layers)]
         copies = iter(_copies([t for layer in layers for t in layer], device))
         return self.with_tensors([[next(copies) for _ in layer] for layer in layers])
 
 
 def outline(states: Sequence[Tensor]) -> tuple[tuple[int, int, torch.dtype], ...]:
-    """Heads, head size and dtype of keys or values ``[heads, tokens, head_dim]``."""
+    """Head count, head size and dtype of keys or values ``[heads, tokens, head_dim]``."""
     return tuple((t.shape[0], t.shape[2], t.dtype) for t in states)
 
 
 def token_digest(
     token_ids: Sequence[int], sink_ids: Sequence[int] = (), correction: str = ""
 ) -> str:
-    """Digest of everything that a block is computed from, 64 hex digits.
+    """Digest of all inputs that a block is computed from, 64 hex digits.
 
-    Without sink and correction, this is the sha256 of the token ids as 64-bit little-endian
-    integers, so that anyone with the tokenizer can compute it.
+    Without sink and correction, this is the SHA-256 of the token ids as 64-bit little-endian
+    integers, so anyone with the tokenizer can compute it.
 
     Args:
         token_ids: Token ids of the block, including BOS if it has one.
@@ -155,31 +155,31 @@ def token_digest(
 
 
 def corrected_digest(digest: str, correction: str) -> str:
-    """``token_digest`` of a corrected block, from the digests of the block and the correction."""
+    """``token_digest`` of a corrected block, given the digests of the block and the correction."""
     return _sha256(f"{digest} corrected by {correction}")
 
 
 def store_key(fingerprint: str, digest: str, namespace: str = "") -> str:
-    """Key of a block in a store: sha256 of namespace, fingerprint and digest, 64 hex digits."""
+    """Store key of a block: SHA-256 of namespace, fingerprint and digest, 64 hex digits."""
     return _sha256(f"{namespace}:{fingerprint}:{digest}")
 
 
 MOST_HANDLES = 8
-"""Maximum number of handles in one entry, limited by the size of the entry's header."""
+"""Maximum number of handles in one entry, because the size of its header is limited."""
 
 
 def joined_handles(handles: Iterable[str]) -> str:
     """``BlockKV.handle`` of texts that share one entry because their tokens are equal.
 
-    The distinct handles, separated by commas. Empty if there are more than ``MOST_HANDLES``:
-    ``store gc`` then cannot identify the entry's users, and only ``ttl_s`` deletes the entry.
+    Distinct handles are separated by commas. With more than ``MOST_HANDLES``, the result is empty:
+    ``store gc`` cannot tell who uses the entry, and only ``ttl_s`` deletes it.
     """
     distinct = list(dict.fromkeys(handles))
     return ",".join(distinct) if len(distinct) <= MOST_HANDLES else ""
 
 
 def split_handles(handle: str) -> tuple[str, ...]:
-    """The handles in ``BlockKV.handle``; empty if its texts are unknown."""
+    """Split ``BlockKV.handle`` into handles. Empty if the block's texts are unknown."""
     return tuple(handle.split(",")) if handle else ()
 
 
@@ -192,7 +192,7 @@ def _sha256(text: str) -> str:
 
 
 def _copies(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Copies on ``device``, transferred as one contiguous tensor per dtype."""
+    """Copy tensors to ``device`` as one contiguous transfer per dtype."""
     copies = list(tensors)
     for dtype in {t.dtype for t in tensors}:
         places = [place for place, t in enumerate(tensors) if t.dtype == dtype]

@@ -1,4 +1,4 @@
-"""Contexts, which are blocks with positions in a prompt, and the copy path, which joins blocks."""
+"""Contexts (blocks with positions in a prompt), and the copy path, which concatenates blocks."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.kv.rope import Angles, RotaryLayout, rotate, rotate_into
 
 Positions = Literal["reordered", "composite"]
-"""``reordered``: keys are re-encoded for the block's position in the prompt (the method of both
+"""``reordered``: keys are re-encoded to the block's position in the prompt (the method in both
 papers). ``composite``: keys keep positions 0..n-1 (the ablation in both papers)."""
 
 
 Assembly = Literal["auto", "relay", "copy"]
-"""``relay``: attention reads the stored blocks in place. ``copy``: keys are re-encoded and joined
-into new tensors. ``auto``: relay where it is exact, else copy."""
+"""``relay``: attention reads the stored blocks in place. ``copy``: keys are re-encoded, and
+concatenated in new tensors. ``auto``: relay where it is exact, otherwise copy."""
 
 
 class PlacedBlock(NamedTuple):
-    """A block, the index of its first token in the prompt, and the shift of its keys in
-    positions."""
+    """A block, the index of its first token in the prompt, and the number of positions that its
+    keys are shifted by."""
 
     kv: BlockKV
     start: int
@@ -33,7 +33,7 @@ class PlacedBlock(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """Blocks in prompt order, with their positions. References the blocks without copying them."""
+    """Blocks in prompt order with their positions. References the blocks without copying them."""
 
     blocks: tuple[PlacedBlock, ...]
 
@@ -65,19 +65,19 @@ def place(blocks: Sequence[BlockKV], positions: Positions = "reordered") -> Cont
 def assemble(
     context: Context, layouts: Sequence[RotaryLayout], room: int = 0
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Join a context's blocks into one key and one value tensor per layer (the copy path).
+    """Concatenate a context's blocks into one key and one value tensor per layer (the copy path).
 
     Args:
         context: Context with at least one block.
-        layouts: Rotary layout per layer.
-        room: Number of uninitialized tokens at the end of each tensor, for states that follow.
+        layouts: Rotary layout of each layer.
+        room: Number of uninitialized tokens at the end of each tensor, as space for later states.
 
     Yields:
-        Keys re-encoded by each block's shift, and values, both
+        Keys, re-encoded by each block's shift, and values. Both are
         ``[num_kv_heads, tokens + room, head_dim]`` in the blocks' dtype. Keys of quantized blocks
-        are dequantized, rotated, and then rounded once. The stored tensors are never modified.
-        Without room, a context of one block that is neither shifted nor quantized yields the stored
-        tensors themselves.
+        are dequantized, rotated, and then rounded once. Stored tensors are never modified. Without
+        room, a context of one block that is neither shifted nor quantized yields the stored tensors
+        themselves.
     """
     angles: Angles = {}
     for index, layout in enumerate(layouts):
@@ -87,7 +87,7 @@ def assemble(
 def joined_states(
     blocks: Sequence[PlacedBlock], layer: int, layout: RotaryLayout, angles: Angles, room: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """One layer of :func:`assemble`. ``angles`` caches cos and sin across layers."""
+    """Assemble one layer; see :func:`assemble`. ``angles`` caches cos and sin across layers."""
     rotates = layout.rotates and any(block.shift for block in blocks)
     states = [block.kv.states(layer, exact_keys=rotates) for block in blocks]
     keys, values = zip(*states, strict=True)
@@ -96,10 +96,10 @@ def joined_states(
     joined = _joined(keys, 0)
     if layout not in angles:
         angles[layout] = _angles(blocks, layout, joined.device)
-    # Keys of quantized blocks are in float32 here, and are rounded once, after the rotation.
+    # Keys of quantized blocks are in float32 here, and are only rounded after the rotation.
     scales = next((b.kv.scales for b in blocks if b.kv.scales is not None), None)
     dtype = joined.dtype if scales is None else scales.dtype
-    if not room and not joined.is_cuda:  # This path saves a tensor and a pass over memory.
+    if not room and not joined.is_cuda:  # Saves a tensor and a pass over memory.
         return rotate(joined, *angles[layout], layout).to(dtype), _joined(values, room)
     heads, tokens, size = joined.shape
     rotated = joined.new_empty(heads, tokens + room, size, dtype=dtype)
@@ -108,7 +108,7 @@ def joined_states(
 
 
 def _joined(states: tuple[Tensor, ...], room: int) -> Tensor:
-    """Join ``[heads, tokens, size]`` tensors along their tokens, with room at the end."""
+    """Concatenate ``[heads, tokens, size]`` tensors along their tokens, with room at the end."""
     if not room:
         return states[0] if len(states) == 1 else torch.cat(states, dim=-2)
     heads, _, size = states[0].shape
@@ -121,7 +121,7 @@ def _joined(states: tuple[Tensor, ...], room: int) -> Tensor:
 def _angles(
     blocks: Sequence[PlacedBlock], layout: RotaryLayout, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin ``[tokens, rotary_dim]``, computed once for each block."""
+    """Compute cos and sin ``[tokens, rotary_dim]``, once for each block."""
     cos, sin = layout.cos_sin(torch.tensor([block.shift for block in blocks]), device)
     counts = torch.tensor([block.kv.num_tokens for block in blocks])
     block_of = torch.arange(len(blocks)).repeat_interleave(counts).to(device)

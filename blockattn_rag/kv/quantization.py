@@ -2,8 +2,8 @@
 
 Quantization is symmetric: ``x ~ q * scale`` with ``q`` from -127 to 127. Keys have one scale per
 channel of a block, because a few key channels are far larger than the others. Values have one scale
-per token (KIVI, arXiv 2402.02750). A block is immutable, so its scales fit exactly: the largest
-magnitude maps to 127, and no number is off by more than half a step.
+per token (KIVI, arXiv 2402.02750). Blocks are immutable, so the scales fit exactly: the largest
+magnitude maps to 127, and errors never exceed half a step.
 
 Shapes: ``K`` key-value heads, ``n`` tokens, ``D`` head size.
 """
@@ -18,23 +18,23 @@ import torch
 from torch import Tensor
 
 KVDtype = Literal["model", "int8"]
-"""``model``: keys and values in the model's dtype. ``int8``: quantized when they are computed."""
+"""``model``: keys and values in the model's dtype. ``int8``: quantized as they are computed."""
 
 STEPS = 127
-"""Steps from 0 to the largest magnitude. -128 is unused, so that the range is symmetric."""
+"""Steps from 0 to the largest magnitude. -128 is unused to keep the range symmetric."""
 
 LEAST_SCALE = torch.finfo(torch.float32).tiny
-"""Smallest scale, used for zeros and tiny numbers. Below it, float32 loses precision."""
+"""Minimum scale, used for zeros and tiny numbers. Below it, float32 loses precision."""
 
 # The maximum is taken over tokens for keys, and over channels for values.
 _KEY_DIM, _VALUE_DIM = 1, 2
 
 
 def check_kv_dtype(name: object) -> KVDtype:
-    """Return ``name`` unchanged if it is a ``KVDtype``.
+    """Check that ``name`` is a ``KVDtype``, and return it unchanged.
 
     Raises:
-        ValueError: ``name`` is another value.
+        ValueError: ``name`` is not a ``KVDtype``.
     """
     for known in get_args(KVDtype):
         if name == known:
@@ -49,7 +49,7 @@ class KVScales:
     Args:
         keys: Scales of the keys per layer, ``[K, 1, D]``, float32.
         values: Scales of the values per layer, ``[K, n, 1]``, float32.
-        dtype: Dtype of the keys and values before quantization and after dequantization.
+        dtype: Dtype of the keys and values before quantization, and after dequantization.
     """
 
     keys: tuple[Tensor, ...]
@@ -62,11 +62,11 @@ def quantize(
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], KVScales]:
     """Quantize a block's keys and values to int8.
 
-    NaN and infinity propagate to the scales, so that a later check for finite numbers detects them.
+    NaN and infinity propagate to the scales, where a later check for finite numbers detects them.
 
     Args:
-        keys: Keys per layer, ``[K, n, D]``, all of one floating-point dtype.
-        values: Values per layer, shaped like ``keys`` except for the head size.
+        keys: Keys per layer, ``[K, n, D]``, all in the same floating-point dtype.
+        values: Values per layer. Shaped like ``keys``, except for the head size.
 
     Returns:
         int8 keys, int8 values, and their scales.
@@ -77,8 +77,8 @@ def quantize(
     kinds = {states.dtype for states in (*keys, *values)}
     if len(kinds) != 1 or not all(kind.is_floating_point for kind in kinds):
         raise ValueError(
-            f"Expected keys and values of one floating-point type to quantize, found "
-            f"{sorted(map(str, kinds))}"
+            f"Cannot quantize {sorted(map(str, kinds))}: expected keys and values of one "
+            "floating-point type"
         )
     key_codes, key_scales = zip(*(_quantized(k, _KEY_DIM) for k in keys), strict=True)
     value_codes, value_scales = zip(*(_quantized(v, _VALUE_DIM) for v in values), strict=True)
@@ -91,7 +91,7 @@ def dequantize(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _quantized(states: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """int8 tensor of the same shape, and its scales, whose size along ``dim`` is 1."""
+    """Quantize along ``dim``. Returns an int8 tensor, and scales with size 1 along ``dim``."""
     exact = states.float()
     scale = (exact.abs().amax(dim, keepdim=True) / STEPS).clamp_min_(LEAST_SCALE)
     return (exact / scale).round_().to(torch.int8), scale

@@ -1,8 +1,8 @@
-"""Rotary position embeddings: the rotary layout of layers, and moving keys to new positions.
+"""Rotary position embeddings: rotary layouts of layers, and moving keys to new positions.
 
-RoPE rotates each pair of a key's dimensions by ``position * frequency``. A further rotation by
+RoPE rotates each pair of a key's dimensions by ``position * frequency``. Another rotation by
 ``o * frequency`` therefore moves a key from position ``i`` to position ``o + i`` (Block-Attention,
-equation 3). cos and sin are unscaled: keys already contain a model's scaling factor (YaRN), which
+equation 3). cos and sin are unscaled: keys already include a model's scaling factor (YaRN), which
 must not be applied twice.
 """
 
@@ -26,7 +26,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RotaryLayout:
-    """Rotary layout of a layer's keys: the dimensions that rotate, their pairs and frequencies.
+    """Rotary layout of a layer's keys: which dimensions rotate, their pairing and frequencies.
 
     Args:
         frequencies: Radians per position, ``[rotary_dim / 2]``, float32. The first ``rotary_dim``
@@ -56,11 +56,11 @@ class RotaryLayout:
         return self.pairing == other.pairing and torch.equal(self.frequencies, other.frequencies)
 
     def cos_sin(self, offsets: int | Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-        """cos and sin of ``offset * frequency`` for :func:`rotate`, per rotary dimension.
+        """Compute cos and sin of ``offset * frequency`` per rotary dimension, for :func:`rotate`.
 
-        The sine has the sign by which a dimension's partner enters the rotation. Float32, of shape
-        ``[1, rotary_dim]`` for one offset or ``[tokens, rotary_dim]`` for one offset per token.
-        Angles are computed in float64: in float32, the product is off by 2e-3 rad at offset 32768.
+        The sine includes the sign of the partner dimension. Float32, of shape ``[1, rotary_dim]``
+        for one offset, or ``[tokens, rotary_dim]`` for one offset per token. Angles are computed in
+        float64: in float32, the product is off by 2e-3 rad at offset 32768.
         """
         column = torch.as_tensor(offsets, dtype=torch.float64, device="cpu").reshape(-1, 1)
         angle = column * self.frequencies.to("cpu", torch.float64)
@@ -72,21 +72,21 @@ class RotaryLayout:
 NO_ROTATION = RotaryLayout(torch.empty(0), "half")
 
 Angles = dict[RotaryLayout, tuple[Tensor, Tensor]]
-"""cos and sin of each layout, for :func:`rotate`. Most models have one or two layouts."""
+"""cos and sin for each layout, as used by :func:`rotate`. Most models have one or two layouts."""
 
 
 def shift_positions(states: Tensor, offset: int, layout: RotaryLayout) -> Tensor:
     """Move rotated keys or queries by ``offset`` positions.
 
     Args:
-        states: Keys or queries ``[..., tokens, head_dim]``, any float dtype, rotated for positions
+        states: Keys or queries ``[..., tokens, head_dim]`` of any float dtype, rotated to positions
             ``p``.
-        offset: Number of positions to add; may be negative.
+        offset: Number of positions to add, which may be negative.
         layout: Rotary layout of the states.
 
     Returns:
-        The states as if encoded at ``p + offset``, in the same shape and dtype, computed in
-        float32. ``states`` itself if ``offset`` is 0 or the layer does not rotate keys.
+        The states as encoded at ``p + offset``, with the same shape and dtype, computed in float32.
+        ``states`` itself if ``offset`` is 0 or the layer does not rotate keys.
     """
     if offset == 0 or not layout.rotates:
         return states
@@ -94,10 +94,10 @@ def shift_positions(states: Tensor, offset: int, layout: RotaryLayout) -> Tensor
 
 
 def rotate(states: Tensor, cos: Tensor, sin: Tensor, layout: RotaryLayout) -> Tensor:
-    """Rotate the dimension pairs of ``[..., tokens, head_dim]``.
+    """Rotate the dimension pairs of states ``[..., tokens, head_dim]``.
 
-    ``cos`` and ``sin`` come from ``cos_sin``: ``[1 or tokens, rotary_dim]``, or another shape that
-    broadcasts with the states.
+    ``cos`` and ``sin`` are those of ``cos_sin``, ``[1 or tokens, rotary_dim]``, or have another
+    shape that broadcasts with the states.
     """
     rotated = _rotated(states, cos, sin, layout).to(states.dtype)
     if layout.rotary_dim == states.shape[-1]:
@@ -109,12 +109,12 @@ def rotate(states: Tensor, cos: Tensor, sin: Tensor, layout: RotaryLayout) -> Te
 def rotate_into(
     out: Tensor, states: Tensor, cos: Tensor, sin: Tensor, layout: RotaryLayout
 ) -> None:
-    """Like ``rotate``, but write to ``out``, and round to its dtype.
+    """Like ``rotate``, but write the result to ``out``, rounded to its dtype.
 
     Args:
-        out: ``[heads, tokens, head_dim]``; may be a view of a tensor with more tokens.
+        out: Output ``[heads, tokens, head_dim]``, which may be a view of a larger tensor.
         states: Keys of the same shape.
-        cos, sin: ``[tokens, rotary_dim]``.
+        cos, sin: Cosines and sines ``[tokens, rotary_dim]``.
         layout: Rotary layout of the keys.
     """
     is_trained = torch.is_grad_enabled() and states.requires_grad
@@ -129,13 +129,13 @@ def rotate_into(
 
 
 def _rotated(states: Tensor, cos: Tensor, sin: Tensor, layout: RotaryLayout) -> Tensor:
-    """Rotate the rotary dimensions of ``states`` in float32, and return only these."""
+    """Rotate the rotary dimensions of ``states`` in float32, and return only those."""
     rotary = states[..., : layout.rotary_dim].float()
     return (rotary * cos).addcmul_(_partners(rotary, layout.pairing), sin)
 
 
 _PROBE_SHAPE = 3, 37
-"""Heads and tokens of the keys that test the fused rotation. They need several programs."""
+"""Heads and tokens of the keys that test the fused rotation. They take several programs."""
 
 
 @cache
@@ -147,11 +147,11 @@ def fused_rotation(
     rotary_dim: int,
     pairing: Pairing,
 ) -> Callable[[Tensor, Tensor, Tensor, Tensor], None] | None:
-    """``rotation.rotate_fused`` for these dtypes and sizes, compiled and compared with
+    """Compile ``rotation.rotate_fused`` for these dtypes and sizes, and compare it with
     :func:`rotate`.
 
-    Returns None for keys in float64, because the kernel computes in float32, and if Triton is not
-    installed or cannot compile the kernel.
+    Returns None if Triton is not installed or cannot compile the kernel, and for keys in float64,
+    because the kernel computes in float32.
 
     Raises:
         UnsupportedModelError: the results differ.
@@ -176,9 +176,9 @@ def fused_rotation(
         fused(out, keys, cos, sin)
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # noqa: BLE001 -- Triton passes on compilers' errors
+    except Exception as error:  # noqa: BLE001 -- Triton raises compiler errors
         _logger.warning(
-            "PyTorch rotates keys, which takes longer, because Triton failed: %s", error
+            "Keys are rotated with PyTorch, which is slower, because Triton failed: %s", error
         )
         return None
     expected = rotate(keys.double(), cos.double(), sin.double(), layout)
@@ -193,7 +193,7 @@ def fused_rotation(
 
 
 def _partners(states: Tensor, pairing: Pairing) -> Tensor:
-    """The states with the two dimensions of each pair swapped."""
+    """Swap the two dimensions of each pair."""
     if pairing == "half":
         return states.roll(states.shape[-1] // 2, dims=-1)
     return states.reshape(*states.shape[:-1], states.shape[-1] // 2, 2).flip(-1).flatten(-2)
@@ -206,7 +206,7 @@ def _join(first: Tensor, second: Tensor, pairing: Pairing) -> Tensor:
 
 
 class LayoutFit(NamedTuple):
-    """The best layout for one layer's keys, and its error.
+    """Best layout for one layer's keys, and its error.
 
     The error is the largest difference between shifted keys and keys computed at the later
     position, relative to the largest key."""
@@ -218,15 +218,15 @@ class LayoutFit(NamedTuple):
 def fit_layout(
     at_zero: Tensor, shifted: Sequence[tuple[int, Tensor]], candidates: Iterable[Tensor]
 ) -> LayoutFit:
-    """Find a layer's rotary layout from keys computed at several positions.
+    """Find a layer's rotary layout by comparing keys computed at several positions.
 
     Args:
         at_zero: Keys of a probe at positions 0..tokens-1, ``[heads, tokens, head_dim]``.
-        shifted: Pairs of an offset and the same probe's keys at positions from that offset on.
-        candidates: Frequency vectors to try.
+        shifted: Pairs of an offset, and the same probe's keys at positions starting there.
+        candidates: Frequency vectors to try, in addition to "no rotation".
 
     Returns:
-        The layout with the smallest error over all offsets. "No rotation" is one candidate.
+        The layout with the smallest error over all offsets.
     """
     layouts = [NO_ROTATION]
     for frequencies in candidates:
@@ -244,6 +244,6 @@ def _misfit(at_zero: Tensor, shifted: Sequence[tuple[int, Tensor]], layout: Rota
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
-    """Largest absolute difference, divided by the largest absolute expected value."""
+    """Maximum absolute difference, divided by the maximum absolute expected value."""
     scale = expected.abs().max().clamp_min(1e-30)
     return float((found - expected).abs().max() / scale)

@@ -1,6 +1,6 @@
-"""Rotation of joined keys on a GPU in one pass over memory, by a Triton kernel.
+"""Triton kernel that rotates concatenated keys on a GPU in one pass over memory.
 
-PyTorch's operations read and write the keys, in float32, about ten times.
+PyTorch's operations would read and write the keys in float32 about ten times.
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ import triton.language as tl
 from torch import Tensor
 
 _ROWS = 16
-"""Keys of one head that one program rotates."""
+"""Number of keys of a head that each program rotates."""
 
 
 def rotate_fused(
     out: Tensor, states: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool
 ) -> None:
-    """``rope.rotate_into`` on a GPU.
+    """``rope.rotate_into`` as a single GPU kernel.
 
     Args:
-        out: ``[heads, tokens, size]``: the first tokens of a contiguous tensor.
+        out: Output ``[heads, tokens, size]``: the first tokens of a contiguous tensor.
         states: Keys of the same shape.
-        cos, sin: ``[tokens, rotary_dim]``, float32.
+        cos, sin: Cosines and sines ``[tokens, rotary_dim]``, float32.
         interleaved: Whether dimension ``2i`` pairs with ``2i + 1``.
     """
     heads, tokens, size = states.shape
@@ -31,7 +31,7 @@ def rotate_fused(
     )  # fmt: skip
 
 
-# Compiled once for all lengths. Triton evaluates annotations, so only its own are allowed.
+# Compiled once for all lengths. Triton evaluates annotations, and only accepts its own.
 @triton.jit(do_not_specialize=["tokens", "out_tokens"])  # type: ignore[untyped-decorator]
 def _rotate_rows(  # type: ignore[no-untyped-def]
     states, cos, sin, out, tokens, out_tokens,

@@ -1,4 +1,4 @@
-"""BlockModel: a transformers model that encodes blocks and generates from placed blocks."""
+"""BlockModel: a transformers model that encodes blocks and generates answers from them."""
 
 from __future__ import annotations
 
@@ -32,26 +32,26 @@ from blockattn_rag.prompts.tokenization import BlockTokenizer
 
 
 class BlockModel(ContextModel):
-    """A causal language model of transformers that encodes blocks and generates answers from them.
+    """Causal language model from transformers that encodes blocks and generates answers from them.
 
-    All ``BlockModel`` objects of one ``hf_model`` share a lock, and run one method at a time. Hold
-    ``lock`` to run several calls without other threads in between.
+    All ``BlockModel`` objects with the same ``hf_model`` share a lock, so that one method runs at a
+    time. To keep other threads out between several calls, hold ``lock``.
 
-    Config, weights and active adapters must not change afterwards; ``check_unchanged`` detects
-    changes. Patched models (hooks, replaced ``forward`` methods) are not supported.
+    Config, weights and active adapters must not change after construction; ``check_unchanged``
+    detects changes. Patched models (hooks, replaced ``forward`` methods) are not supported.
 
     Args:
         hf_model: The model, already on its device and in its dtype.
         tokenizer: The model's transformers tokenizer, or a ``BlockTokenizer`` for it.
-        name: Name of the model in messages. Default: the name that it was loaded by.
-        pack_weights: Whether to keep a second, packed copy of linear weights on the CPU, which
-            speeds up short inputs, if it fits in memory (``packing.pack_linears``).
-        files: Files that the weights were loaded from, unchanged. They identify the model. Default:
-            its tensors identify it.
+        name: Model name shown in messages. Default: the name that the model was loaded with.
+        pack_weights: Whether to keep a packed copy of the linear weights on the CPU if memory
+            allows, which speeds up short inputs (``packing.pack_linears``).
+        files: Files with exactly the model's weights, which identify the model. Default: the model
+            is identified by its tensors.
 
     Raises:
-        UnsupportedModelError: the model's blocks cannot be moved to other positions exactly.
-        ValueError: autocast is on.
+        UnsupportedModelError: block mode would not be exact for the model.
+        ValueError: autocast is enabled.
     """
 
     def __init__(
@@ -86,10 +86,10 @@ class BlockModel(ContextModel):
     ) -> BlockModel:
         """Load a model by path, hub id or name, with the arguments of ``loading.load_model``.
 
-        A loaded model is also accepted and used unchanged. It requires ``tokenizer``.
+        Also accepts a loaded model, which is used unchanged and requires ``tokenizer``.
         """
         if tokenizer is None and not isinstance(model, (str, Path)):
-            raise ValueError("Found a loaded model without its tokenizer; pass tokenizer=...")
+            raise ValueError("A loaded model requires its tokenizer: pass tokenizer=...")
         if isinstance(tokenizer, (str, Path)):
             tokenizer = loading.load_tokenizer(tokenizer)
         name, files = "", None
@@ -113,7 +113,7 @@ class BlockModel(ContextModel):
 
     @property
     def vocabulary_size(self) -> int:
-        """Upper bound of token ids."""
+        """Size of the vocabulary, which token ids are smaller than."""
         return vocabulary_size(self.hf_model)
 
     @property
@@ -122,19 +122,19 @@ class BlockModel(ContextModel):
 
     @property
     def max_context_tokens(self) -> int:
-        """Maximum length of prompt and answer together, in tokens."""
+        """Maximum combined length of prompt and answer, in tokens."""
         return self.profile.max_context_tokens
 
     @cached_property
     def fingerprint(self) -> str:
         """Identity of weights, config, dtype, tokenizer and active adapters: 64 hex digits.
 
-        Computed once: the first access reads all weights, or their files, unless the digests of
-        these files are known.
+        Computed on first access, which reads all weights or weight files, unless the digests of the
+        files are cached.
         """
         with self.lock:
             self.check_unchanged()
-            # Files that changed after the weights were loaded belong to another model.
+            # Files that have changed since the weights were loaded belong to another model.
             files = self._files if self._files is not None and self._files.is_current else None
             identity = partial(fingerprint_of, self.hf_model, self.tokenizer, self.profile.kinds)
             try:
@@ -150,41 +150,41 @@ class BlockModel(ContextModel):
         if not self._snapshot.is_current:
             raise UnsupportedModelError(
                 f"The weights, adapters or config of {self.name} have changed since it was loaded, "
-                "so its stored blocks do not fit it. Make a new engine for the changed model."
+                "so stored blocks no longer match it: create a new engine for the changed model."
             )
 
     @property
     def batch_tokens(self) -> int:
         """Default size of an encoding batch in tokens, including padding.
 
-        It is large enough for efficient matrix products (``benchmarks/efficiency.py``; estimated
-        for accelerators)."""
+        Large enough for efficient matrix products (measured by ``benchmarks/efficiency.py`` on
+        CPUs, estimated for accelerators)."""
         return 2048 if self.device.type == "cpu" else 16384
 
     @property
     def bytes_per_token(self) -> int:
-        """Size of the keys and values of one token, in bytes."""
+        """Size of one token's keys and values, in bytes."""
         return sum(heads * size * kind.itemsize for heads, size, kind in self.profile.token_outline)
 
     def encode(
         self, requests: Sequence[EncodeRequest], *, batch_tokens: int | None = None
     ) -> Iterator[list[BlockKV]]:
-        """Compute the keys and values of each block alone, at positions 0..n-1.
+        """Compute the keys and values of each block independently, at positions 0..n-1.
 
-        Blocks are batched by length. They are padded on the right, so that causal attention ignores
-        the padding.
+        Blocks are batched by length, and padded on the right, so that causal attention ignores the
+        padding.
 
         Args:
-            requests: Blocks of at least one token.
+            requests: Blocks to encode, with at least one token each.
             batch_tokens: Size of a batch in tokens, including padding. Default: the property
                 ``batch_tokens``.
 
         Yields:
-            The blocks of one batch, longest first. Their order differs from ``requests``.
+            Blocks of one batch, longest first, in a different order than ``requests``.
 
         Raises:
             ContextOverflowError: a single block exceeds the model's context window.
-            ValueError: autocast is on, or the model is in training mode.
+            ValueError: autocast is enabled, or the model is in training mode.
             UnsupportedModelError: the model has changed since it was loaded.
         """
         for batch in batches(requests, batch_tokens or self.batch_tokens, self.max_context_tokens):
@@ -210,7 +210,7 @@ class BlockModel(ContextModel):
 
     @contextmanager
     def running(self, sampling: Sampling) -> Iterator[None]:
-        """Exclude other threads from the model while it generates with these options."""
+        """Context manager that keeps other threads from running the model during generation."""
         alone = sampling.seed is not None
         draws = decoding.draws_tokens(sampling)
         with turn_to_draw(self.lock, alone=alone) if draws else self.lock:
@@ -229,7 +229,7 @@ class BlockModel(ContextModel):
         """Generate one answer's tokens, including the end token; see ``generate_batch``.
 
         Args:
-            cache: KV of ``context_ids`` (block mode). None: compute all tokens (full mode).
+            cache: KV of ``context_ids`` (block mode). None: prefill all tokens (full mode).
             on_token: Callback for each new token.
         """
 
@@ -257,32 +257,33 @@ class BlockModel(ContextModel):
         grammars: Sequence[Grammar | None] | None = None,
         on_failure: Callable[[int, GrammarError], object] | None = None,
     ) -> list[list[int]]:
-        """Generate answers to several (context ids, final ids) with transformers' ``generate``.
+        """Generate answers to a batch of prompts with transformers' ``generate``.
 
-        Stop strings end answers only with beams. Otherwise, the caller must search the tokens for
-        ``decoding.stop_strings``, and end rows with ``on_tokens`` or ``is_cancelled``.
+        Stop strings are only handled in beam search. Otherwise, the caller must search the answers
+        for ``decoding.stop_strings``, and end rows through ``on_tokens`` or ``is_cancelled``.
 
         Args:
-            prompts: Prompts of any lengths. Each part is padded on the left.
+            prompts: Context and final ids of each prompt, of any length, each padded on the left.
             sampling: Sampling options.
-            cache: KV of the contexts, one per row. None: compute all tokens.
+            cache: KV of the contexts, one per row. None: prefill all tokens.
             on_tokens: Callback after each step. Receives the newest token of every row (padding in
-                rows that have ended), and returns whether each row has ended. Unused with beams.
-            is_cancelled: Callback after each step. Returning True ends the batch.
+                rows that have ended), and returns whether each row has ended. Unused in beam
+                search.
+            is_cancelled: Callback after each step. If it returns True, the batch ends.
             grammars: Grammar of each answer. Default: the grammar of ``sampling`` for all.
             on_failure: Callback for a row whose grammar fails; receives the row's index and the
                 error. ``on_tokens`` must then end the row. Default: the error ends the batch.
 
         Raises:
             ValueError: the model has sliding windows, and final blocks of different lengths follow
-                a cache: their windows would include the padding before shorter blocks.
+                a cache: windows would include the padding before shorter blocks.
         """
         lengths = {len(final) for _, final in prompts}
         if cache is not None and self.profile.has_windows and len(lengths) > 1:
             raise ValueError(
                 f"Found final blocks of {min(lengths)} to {max(lengths)} tokens in a batch, but "
-                f"{self.name} has sliding windows, which requires equal lengths. Generate one by "
-                "one, or without a cache."
+                f"{self.name} has sliding windows, which require equal lengths: generate the "
+                "answers one by one, or without a cache."
             )
         grammars = [sampling.grammar] * len(prompts) if grammars is None else grammars
         ends_loops = decoding.takes_likeliest(self.hf_model, sampling)
@@ -291,7 +292,7 @@ class BlockModel(ContextModel):
         with self.running(sampling):
             if isinstance(cache, ContextCache) and cache.takes_one_token:
                 ((_, final),) = prompts
-                for token in final[:-1]:  # Transformers computes the last token.
+                for token in final[:-1]:  # `generate` processes the last token.
                     last_logits(self.hf_model, torch.tensor([[token]]), cache, 1)
             return decoding.generate(
                 self.hf_model,
@@ -307,17 +308,18 @@ class BlockModel(ContextModel):
             )
 
     def batches_exactly(self, sampling: Sampling) -> bool:
-        """Whether prompts of different lengths get the same answers in a batch as alone.
+        """Whether batching prompts of different lengths leaves their answers unchanged.
 
-        False for sliding windows and states, which would include padding before the final block."""
+        False with sliding windows and states, which would include padding before the final
+        block."""
         is_alone = self.profile.has_windows or self.profile.has_states
         return not is_alone and decoding.batches_exactly(self.hf_model, sampling)
 
     def room_for(self, prompt_tokens: int, sampling: Sampling) -> int:
-        """Maximum number of new tokens: ``max_new_tokens``, or the room in the context window.
+        """Maximum number of new tokens: ``max_new_tokens``, or the room left in the context window.
 
         Raises:
-            ContextOverflowError: the prompt leaves no room for a single token.
+            ContextOverflowError: the prompt leaves no room for an answer.
         """
         room = room_for(prompt_tokens, self.max_context_tokens)
         return min(room, sampling.max_new_tokens)
@@ -329,14 +331,15 @@ class BlockModel(ContextModel):
         answer_ids: Sequence[int],
         cache: DynamicCache | None = None,
     ) -> Tensor:
-        """Logits that predict each token of a given answer, ``[answer tokens, vocab]``. ``cache``:
-        see ``generate``."""
+        """Logits that predict each token of an existing answer, ``[answer tokens, vocab]``.
+        ``cache``: see ``generate``."""
         given = [*([] if cache is not None else context_ids), *final_ids, *answer_ids[:-1]]
         with self.lock:
             ids = torch.tensor([given])
             return last_logits(self.hf_model, ids, cache, len(answer_ids))
 
     def next_logits(self, ids: Tensor, cache: DynamicCache | None = None) -> Tensor:
-        """Logits ``[vocab]`` after ``ids`` ``[1, n]``, which follow the tokens in ``cache``."""
+        """Next-token logits ``[vocab]`` for ``ids`` ``[1, n]``, which follow the tokens in
+        ``cache``."""
         with self.lock:
             return last_logits(self.hf_model, ids, cache, 1)[0]

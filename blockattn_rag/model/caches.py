@@ -1,9 +1,9 @@
-"""Transformers caches over placed blocks, with their keys and values copied or read in place.
+"""Transformers caches that begin with stored blocks, which are copied or read in place.
 
 Hooks before and after each forward pass record its ``ContextCache``, if any, so that the attention
-can look it up (``running_cache``). A nested forward pass, such as one of a logits processor with
-its own cache, is therefore not affected. The record is a context variable, so several engines and
-threads may run concurrently.
+function can look it up (``running_cache``). Nested forward passes with another cache, such as those
+of a logits processor, are therefore not affected. The record is a context variable, so several
+engines and threads may run concurrently.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from blockattn_rag.model.kinds import LayerKind, in_order, new_cache, storing
 
 
 class CacheAttention(Protocol):
-    """Attention of the queries of a forward pass; see ``RelayPlan.attend``.
+    """Computes the attention of a forward pass; see ``RelayPlan.attend``.
 
-    ``takes_mask``: Whether ``attend`` uses a mask. Otherwise, no mask is made.
+    ``takes_mask``: Whether ``attend`` uses a mask. Otherwise, no mask is built.
     """
 
     @property
@@ -42,17 +42,17 @@ States = Sequence[tuple[Tensor, Tensor]]
 
 
 class ContextCache(DynamicCache):
-    """A cache whose first tokens are the blocks of a context.
+    """Cache whose first tokens are the blocks of a context.
 
     ``attention``: Attention of forward passes over this cache. None: the model's own attention.
-    ``takes_one_token``: Whether each forward pass must have one token; see ``model.states``.
+    ``takes_one_token``: Whether forward passes are limited to one token; see ``model.states``.
     """
 
     attention: CacheAttention | None = None
     takes_one_token = False
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each row, for beams."""
+        """Repeat each row for beam search."""
         layers: Any = self.layers
         for layer in layers:
             if isinstance(layer, LinearAttentionLayer):  # Transformers does not repeat states.
@@ -65,22 +65,22 @@ class ContextCache(DynamicCache):
 
     @property
     def _storing(self) -> list[int]:
-        """Indices of the layers that store keys and values, without layers that share them."""
-        # Compare names, because transformers 5.19 has no class for layers that share.
+        """Indices of the layers that store their own keys and values."""
+        # Compare names, because transformers 5.19 has no class for layers that share keys.
         names = [type(layer).__name__ for layer in self.layers]
         return [index for index, name in enumerate(names) if name != "DummyLayer"]
 
     def append(self, states: States, tokens: int) -> None:
         """Append the first ``tokens`` tokens of ``states`` to a cache with one row.
 
-        ``states``: As ``tail_states`` returns them, or empty.
+        ``states``: The return value of ``tail_states``, or empty.
         """
         with torch.inference_mode():
             for index, (keys, values) in zip(self._storing, states, strict=False):
                 self.update(keys[:, :, :tokens], values[:, :, :tokens], index)
 
     def tail_states(self, tokens: int) -> States | None:
-        """Copy of the keys and values of the last ``tokens`` tokens, in the layers that store them.
+        """Copy the keys and values of the last ``tokens`` tokens from the layers that store them.
 
         Returns None if the cache may have dropped tokens (sliding windows), or has several rows
         (beams).
@@ -95,8 +95,8 @@ class ContextCache(DynamicCache):
 
 
 ROOM = 512
-"""Number of tokens by which the tensors of a copied context grow, so that a new token rarely copies
-the complete context."""
+"""Number of tokens by which the tensors of a copied context grow at a time, so that appending a
+token rarely copies the complete context."""
 
 
 def copied_cache(
@@ -107,7 +107,7 @@ def copied_cache(
     *,
     keeps_all: bool = False,
 ) -> ContextCache:
-    """New cache with the contexts' keys and values, re-encoded and joined (the copy path).
+    """Create a cache with the contexts' keys and values, re-encoded and concatenated (copy path).
 
     Each context is one row, padded with zeros on the left. States are not set.
 
@@ -121,7 +121,7 @@ def copied_cache(
         cache.layers = new_cache(config).layers
     width = max(context.num_tokens for context in contexts)
     is_trained = _is_trained(contexts)
-    # Not in inference mode, because later forwards write to the room.
+    # Not in inference mode, because later forward passes write to the free space.
     with torch.set_grad_enabled(is_trained):
         room = ROOM if len(contexts) == 1 and not is_trained else 0
         rows = [
@@ -135,7 +135,7 @@ def copied_cache(
             )
             if type(cache.layers[index]) is DynamicLayer:
                 cache.layers[index] = _GrowingLayer(keys, values, width)
-            else:  # Sliding windows drop keys and values.
+            else:  # Layers with sliding windows drop keys and values.
                 cache.update(keys[:, :, :width], values[:, :, :width], index)
     return cache
 
@@ -144,8 +144,8 @@ class _GrowingLayer(DynamicLayer):
     """Layer that writes new tokens into free space at the end of its tensors.
 
     Args:
-        keys, values: ``[rows, heads, tokens + room, size]``.
-        tokens: Number of tokens that are used.
+        keys, values: Tensors ``[rows, heads, tokens + room, size]``.
+        tokens: Number of tokens in use.
     """
 
     def __init__(self, keys: Tensor, values: Tensor, tokens: int) -> None:
@@ -181,20 +181,20 @@ class _GrowingLayer(DynamicLayer):
         self._drop_room()
 
     def _drop_room(self) -> None:
-        """Release the tensors with room, after rows were selected."""
+        """Release the tensors with free space after rows have been selected."""
         assert self.keys is not None
         assert self.values is not None
         self._buffers = self.keys, self.values
 
 
 def _appended(states: Any, new: Tensor, buffer: Tensor) -> Tensor:
-    """A tensor that begins with ``states`` and ``new``.
+    """Return a tensor that begins with ``states``, followed by ``new``.
 
-    ``buffer`` is returned if it begins with ``states`` and has room, else a larger tensor."""
+    This is ``buffer`` if it begins with ``states`` and has room, else a new, larger tensor."""
     used, tokens = states.shape[2], states.shape[2] + new.shape[2]
     if states.data_ptr() != buffer.data_ptr() or tokens > buffer.shape[2]:
         with torch.inference_mode(mode=False):
-            # Later forward passes outside of inference mode must be able to write.
+            # Later forward passes outside of inference mode must be able to write to it.
             buffer = torch.empty(
                 (*states.shape[:2], tokens + ROOM, states.shape[3]),
                 dtype=states.dtype,
@@ -206,7 +206,7 @@ def _appended(states: Any, new: Tensor, buffer: Tensor) -> Tensor:
 
 
 def _is_trained(contexts: Sequence[Context]) -> bool:
-    """Whether gradients must flow to the blocks' keys and values."""
+    """Whether the blocks' keys and values need gradients."""
     blocks = (block.kv for context in contexts for block in context.blocks)
     return torch.is_grad_enabled() and any(kv.keys[0].requires_grad for kv in blocks)
 
@@ -234,7 +234,7 @@ class _TailLayer(DynamicLayer):
         return self.prefix_tokens + super().get_seq_length()
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        # Masks cover only the tail, because all of its tokens see the complete context.
+        # Masks cover only the tail, because all of its tokens attend to the complete context.
         return super().get_seq_length() + query_length, self.prefix_tokens
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -247,13 +247,13 @@ class _TailLayer(DynamicLayer):
 
 
 def empty_cache(config: Any) -> ContextCache | None:
-    """Cache for a prompt without context. None for sliding windows, which drop tokens."""
+    """Create a cache for a prompt without context. None for sliding windows, which drop tokens."""
     cache = ContextCache(config=config)
     return cache if all(type(layer) is DynamicLayer for layer in cache.layers) else None
 
 
 def _last(states: Tensor, tokens: int) -> Tensor:
-    """Copy of the last tokens of ``[1, heads, n, size]``; ``states`` itself if these are all."""
+    """Copy of the last tokens of ``[1, heads, n, size]``, or ``states`` itself if these are all."""
     return states if states.shape[2] == tokens else states[:, :, -tokens:].clone()
 
 
@@ -261,9 +261,9 @@ class RelayCache(ContextCache):
     """Cache for ``generate`` whose first tokens are the blocks of a plan, read in place.
 
     Args:
-        plan: The plan.
+        plan: Attention over the blocks.
         layers: Layers of the model's own cache. Layers that store keys and values are replaced.
-        kinds: Kinds of the layers.
+        kinds: Kind of each layer.
     """
 
     attention: RelayPlan
@@ -295,14 +295,14 @@ def note_caches(hf_model: PreTrainedModel) -> None:
 
 
 def _enter(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Record the cache of a forward pass that begins."""
+    """Record the cache at the start of a forward pass."""
     given = (*args, *kwargs.values())
     caches = (value for value in given if isinstance(value, ContextCache))
     _caches.set((*_caches.get(), next(caches, None)))
 
 
 def _leave(*_: Any) -> None:
-    """Remove the record of a forward pass that ends, normally or with an error."""
+    """Remove the record at the end of a forward pass, even if it failed."""
     _caches.set(_caches.get()[:-1])
 
 
@@ -314,8 +314,8 @@ def running_cache() -> ContextCache | None:
 
 @contextmanager
 def isolated_caches() -> Iterator[None]:
-    """Record caches apart from outer forwards, and clean up afterwards: a keyboard interrupt skips
-    PyTorch's hooks."""
+    """Record caches separately from outer forward passes, and clean up afterwards, because a
+    keyboard interrupt skips PyTorch's hooks."""
     token = _caches.set((None,))
     try:
         yield

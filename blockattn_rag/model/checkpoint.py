@@ -27,14 +27,14 @@ from blockattn_rag.prompts.tokenization import BlockTokenizer
 
 
 class CheckpointModel(TunedModel):
-    """A model that another program runs. Its weights are hashed, but not loaded.
+    """Model that another program runs. Its weights are hashed but not loaded.
 
     Its fingerprint equals that of a ``BlockModel`` loaded from the same files in the same dtype.
 
     Args:
         model: Path, hub id, ``"bundled"``, ``"smollm2"`` or GGUF file.
-        dtype: Type in which the program computes.
-        revision: Revision of the hub. Default: the main branch.
+        dtype: Dtype that the program computes in.
+        revision: Hub revision. Default: the main branch.
 
     Raises:
         UnsupportedModelError: The model is a LoRA adapter, cannot run in block mode, or has no
@@ -60,13 +60,13 @@ class CheckpointModel(TunedModel):
 
     @property
     def vocabulary_size(self) -> int:
-        """Upper bound of token ids."""
+        """Size of the vocabulary, which token ids are smaller than."""
         return int(self._config.get_text_config(decoder=True).vocab_size)
 
     @cached_property
     def fingerprint(self) -> str:
         """See ``BlockModel.fingerprint``. The first access hashes the weight files, unless their
-        digests are known."""
+        digests are cached."""
         files = weight_files(self.name, self.commit)
         if files is None:
             raise UnsupportedModelError(
@@ -78,8 +78,8 @@ class CheckpointModel(TunedModel):
 
 
 def _as_loaded(config: Any) -> Any:
-    """The config that a loaded model would have: that of its language model, if this has a
-    class."""
+    """Config of the loaded model: its language model's config, if transformers has a class for
+    it."""
     text = config.get_text_config(decoder=True)
     loads_text = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     is_alone = getattr(loads_text, "config_class", None) is type(text) or text_class(text)

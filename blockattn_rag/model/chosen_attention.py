@@ -1,4 +1,4 @@
-"""Attention of chosen tokens of a copied context, for recomputation; see ``model.recompute``."""
+"""Attention of chosen tokens in a copied context, for recomputation; see ``model.recompute``."""
 
 from __future__ import annotations
 
@@ -23,16 +23,15 @@ from blockattn_rag.attention.kernels import (
 from blockattn_rag.attention.merge import Partial, merge, with_sinks
 
 _MOST_ROWS = 512
-"""Number of recomputed tokens whose attention is computed at once. A larger number needs fewer
-kernels, but computes more scores that the mask hides."""
+"""Maximum number of recomputed tokens per masked chunk. A larger number needs fewer kernel
+launches, but computes more scores that are masked out."""
 
 
 class ChosenAttention:
-    """Attention of chosen tokens of a context to all earlier tokens and themselves.
+    """Attention of chosen tokens in a context to all earlier tokens and themselves.
 
     Attention is computed in chunks, so that memory does not grow with the number of tokens. Without
-    a window, all tokens of a chunk see the keys before its first token, so only later keys need a
-    mask.
+    a window, all tokens of a chunk attend to every key before it, so only later keys need a mask.
 
     Args:
         chosen: Indices of the tokens, in order.
@@ -56,7 +55,7 @@ class ChosenAttention:
         self._has_causal_kernel = has_causal_kernel
 
     def attend(self, layer: int, inputs: AttentionInputs) -> Tensor:
-        """See ``RelayPlan.attend``. Keys and values are those of the context."""
+        """See ``RelayPlan.attend``. ``inputs`` contain the context's keys and values."""
         query, key, value, scale, _, cap, sinks = inputs
         window, outputs = self._windows[layer], []
         # Some models compute only the last tokens in layers that store no keys and values.
@@ -95,19 +94,19 @@ class ChosenAttention:
         window: int | None,
         cap: float | None,
     ) -> int:
-        """Number of tokens in the chunk from ``start``."""
+        """Number of tokens in the chunk that begins at ``start``."""
         first, most = self._chosen[start], min(_MOST_ROWS, len(self._chosen) - start)
         heads, groups = query.shape[1], query.shape[1] // key.shape[1]
         keeps_scores = cap is not None or kernel_for(query, key, value) is attend_plain
         scored, masked = 0, first
         if window is not None:
             scored = masked = max(0, first + 1 - window)
-            # In a longer chunk, the mask would hide most scores.
+            # In a longer chunk, most scores would be masked out.
             most = min(most, bisect_left(self._chosen, first + window, lo=start) - start)
 
         def elements(rows: int) -> int:
-            """Number of elements of the chunk's mask, or of its scores if the kernel keeps
-            scores."""
+            """Number of elements in the chunk's mask, or in its scores if the kernel stores
+            them."""
             end = self._chosen[start + rows - 1] + 1
             return rows * (heads * (end - scored) if keeps_scores else groups * (end - masked))
 
@@ -124,10 +123,10 @@ class ChosenAttention:
         window: int | None,
         cap: float | None,
     ) -> Partial:
-        """Attention of the chunk from ``start`` to the keys from ``first`` to the last query's
+        """Attention of the chunk at ``start`` to all keys from ``first`` to the last query's own
         key."""
         places = self._places[start : start + query.shape[2], None]
-        # Keys that all queries see need no mask.
+        # Keys that all queries attend to need no mask.
         seen = self._chosen[start] - first if window is None else 0
         keys = self._keys[first + seen : first + key.shape[2]]
         visible = _visible(places, keys, window)
@@ -140,8 +139,8 @@ class ChosenAttention:
 
 
 class MeasuredAttention(ChosenAttention):
-    """Attention of the tokens after a context, which adds up the weights that context tokens
-    receive.
+    """Attention of the tokens after a context, which also sums the weight that each context token
+    receives.
 
     The weights are computed in float32, because they decide which tokens are chosen.
 
@@ -166,7 +165,7 @@ class MeasuredAttention(ChosenAttention):
         self._layers = layers
 
     def attend(self, layer: int, inputs: AttentionInputs) -> Tensor:
-        """See ``RelayPlan.attend``. Keys and values are those of context and tail."""
+        """See ``RelayPlan.attend``. ``inputs`` contain the keys and values of context and tail."""
         if layer not in self._layers:
             return super().attend(layer, inputs)
         query, key, value, scale, _, cap, sinks = inputs
@@ -194,6 +193,6 @@ class MeasuredAttention(ChosenAttention):
 
 
 def _visible(places: Tensor, keys: Tensor, window: int | None) -> Tensor:
-    """Whether tokens at ``places`` ``[tokens, 1]`` see the keys at ``keys`` ``[keys]``."""
+    """Whether tokens at ``places`` ``[tokens, 1]`` attend to the keys at ``keys`` ``[keys]``."""
     visible = places >= keys
     return visible if window is None else visible & (places - keys < window)

@@ -1,4 +1,4 @@
-"""Constrained decoding, which masks the tokens that an answer's grammar forbids."""
+"""Constrained decoding: masks the tokens that an answer's grammar forbids."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class AnswerRules:
     """Grammar matchers and loop guards for one model's answers.
 
     Args:
-        name: Name of the model in messages.
+        name: Model name shown in messages.
     """
 
     def __init__(self, tokenizer: Any, ends: Collection[int], name: str) -> None:
@@ -40,7 +40,7 @@ class AnswerRules:
         """Start compiling a grammar in the background. ``matcher`` waits for the result.
 
         Returns:
-            Future that completes when the grammar is compiled or refused; None without a grammar.
+            Future that completes when compilation succeeds or fails; None without a grammar.
         """
         return None if grammar is None else self._compiler.start(grammar)
 
@@ -48,7 +48,7 @@ class AnswerRules:
         """Matcher for one answer; None without a grammar.
 
         Args:
-            ends_loops: Whether to end JSON strings, and text around JSON, that repeat themselves.
+            ends_loops: Whether to end JSON strings, and text around JSON, that run into a loop.
 
         Raises:
             GrammarError: The grammar cannot be compiled.
@@ -64,7 +64,7 @@ class AnswerRules:
         return LoopEndingMatcher(matcher, self._decode, self._quotes, among_text=among_text)
 
     def loop_guard(self, grammar: Grammar | None) -> LoopGuard:
-        """Loop guard for one answer with this grammar. None: free text."""
+        """Create a loop guard for one answer. A grammar of None means free text."""
         return LoopGuard(self._decode, grammar)
 
     @cached_property
@@ -83,19 +83,19 @@ class AnswerRules:
 class GrammarConstraint(LogitsProcessor):
     """Constrains each row of a batch to its grammar. Must be the last logits processor.
 
-    Matchers process complete rows instead of new tokens, because beams are reordered and drafts are
-    rolled back between steps. The beams of a prompt share its matcher.
+    Matchers process complete rows instead of new tokens, because beams are reordered and draft
+    tokens are rolled back between steps. All beams of a prompt share one matcher.
 
     Args:
         matchers: Matcher of each prompt. None leaves the prompt's rows unconstrained.
         prompt_width: Number of prompt tokens in each row, including padding.
         ends: Ids of the tokens that end an answer.
-        pad: Token that pads rows that have ended at a stop string, without one of ``ends``.
-        has_strays: Whether rows that are never returned, as with beams and drafts, may contain
-            forbidden tokens. Such rows keep their scores.
-        on_failure: Callback for a prompt whose grammar fails; receives its index and the error. Its
-            rows continue without a grammar until the caller ends them. None: the error ends all
-            rows.
+        pad: Padding token of rows that ended at a stop string, without a token from ``ends``.
+        has_strays: Whether rows that are never returned may contain forbidden tokens, as in beam
+            search and speculative decoding. The scores of these rows are not changed.
+        on_failure: Callback for a grammar that fails; receives the prompt's index and the error.
+            The prompt's rows continue unconstrained until the caller ends them. None: raise the
+            error.
     """
 
     def __init__(
@@ -116,12 +116,12 @@ class GrammarConstraint(LogitsProcessor):
         self._on_failure = on_failure
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Scores ``[rows, vocabulary]``, set to -inf for tokens that the grammar forbids.
+        """Set the scores ``[rows, vocabulary]`` of tokens that the grammar forbids to -inf.
 
-        Rows that have ended keep their scores.
+        Scores of rows that have ended are not changed.
 
         Raises:
-            GrammarError: A row has a forbidden token, a grammar cannot be followed, or other
+            GrammarError: A row contains a forbidden token, a grammar cannot be enforced, or other
                 settings forbid every token that the grammar allows.
         """
         rows = input_ids[:, self._prompt_width :].tolist()
@@ -135,27 +135,27 @@ class GrammarConstraint(LogitsProcessor):
         result = scores.masked_fill(~torch.from_numpy(allowed).to(scores.device), -torch.inf)
         is_stuck = (result.amax(dim=-1) == -torch.inf).cpu().numpy()
         for index in np.flatnonzero(is_stuck & ~allowed.all(axis=1)).tolist():
-            # A complete answer may end, even if other settings forbid it.
+            # A complete answer may end, even if other settings forbid the end token.
             if np.isin(np.flatnonzero(allowed[index]), self._ends).all() and allowed[index].any():
                 result[index, self._ends] = 0.0
                 continue
             failure = GrammarError(
-                "No token is left for the answer: other settings, such as eos_token_id, "
-                "bad_words_ids or suppress_tokens, forbid every token that the grammar allows"
+                "No token is left for the answer, because other settings (such as eos_token_id, "
+                "bad_words_ids or suppress_tokens) forbid every token that the grammar allows"
             )
             self._fail(index // beams, failure)
             result[index] = scores[index]
         return result
 
     def check_answer(self, row: Sequence[int], place: int = 0) -> None:
-        """Check a finished answer again, because a custom decoding loop may bypass the constraint.
+        """Validate a finished answer, because a custom decoding loop may bypass the constraint.
 
         Args:
             row: Token ids of the answer.
             place: Index of the prompt.
 
         Raises:
-            GrammarError: The answer does not fit its grammar.
+            GrammarError: The answer does not match its grammar.
         """
         if (matcher := self._matchers[place]) is not None:
             self._follow(until_end(row, self._ends), matcher, is_kept=True)
@@ -163,17 +163,17 @@ class GrammarConstraint(LogitsProcessor):
     def _allowed(
         self, row: Sequence[int], matcher: Matching | None, vocabulary: int
     ) -> NDArray[np.bool_] | bool:
-        """The tokens that may follow a row. True: all."""
+        """Mask of the tokens that may follow a row. True: all tokens."""
         if matcher is None or not set(self._ends).isdisjoint(row):
             return True
         follows = self._follow(row, matcher, is_kept=not self._has_strays)
         return matcher.allowed(vocabulary, self._ends) if follows else True
 
     def _follow(self, row: Sequence[int], matcher: Matching, *, is_kept: bool) -> bool:
-        """Whether a row fits its grammar and may continue.
+        """Whether a row matches its grammar and may continue.
 
         Raises:
-            GrammarError: The row has a forbidden token before its padding, and is to be kept.
+            GrammarError: ``is_kept``, and the row contains a forbidden token before its padding.
         """
         if matcher.follow(row):
             return True
@@ -182,8 +182,8 @@ class GrammarConstraint(LogitsProcessor):
             length -= 1
         if is_kept and (length == len(row) or not matcher.follow(row[:length])):
             raise GrammarError(
-                f"An answer of {len(row)} tokens has one that its grammar forbids, and is not "
-                "returned: another option, such as custom_generate, bypassed the grammar; remove "
+                f"An answer of {len(row)} tokens contains a token that its grammar forbids, "
+                "because another option, such as custom_generate, bypasses the grammar: remove "
                 "that option"
             )
         return False

@@ -1,4 +1,4 @@
-"""ContextModel: a model that makes caches over placed blocks, read in place or copied."""
+"""ContextModel: creates caches over stored blocks, which are read in place or copied."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from blockattn_rag.model.tuning import TunedModel
 
 
 class ContextModel(TunedModel):
-    """Base of ``BlockModel``: a model's attention as measured, and caches for its forwards.
+    """Base class of ``BlockModel``: measures a model's attention, and creates its caches.
 
     Raises the same errors as ``BlockModel``.
     """
@@ -41,33 +41,33 @@ class ContextModel(TunedModel):
 
     @cached_property
     def supports_relay(self) -> bool:
-        """Whether relay attention is exact for this model, as measured on a short probe."""
+        """Whether relay attention is exact for this model, tested on a short probe."""
         with self.lock:
             exact = relay_attention.relay_is_exact
             return exact(self.hf_model, self.profile, self._layer_reads)
 
     @cached_property
     def _layer_reads(self) -> dict[int, LayerReads]:
-        """The tensors of a block that each layer reads on the relay path, as measured."""
+        """Tensors of a block that each layer reads on the relay path, measured on first access."""
         with self.lock:
             return measured_reads(self.hf_model, self.profile)
 
     @cached_property
     def _is_plain(self) -> bool:
-        """Whether relay is exact, and all attention is full, without soft caps and sinks."""
+        """Whether relay is exact, and all attention is full, with neither soft caps nor sinks."""
         with self.lock:
             return relay_attention.is_plain(self.hf_model, self.profile)
 
     @cached_property
     def has_causal_kernel(self) -> bool:
-        """Whether the GPU's flash kernel is exact for copied contexts, as measured."""
+        """Whether the GPU's flash kernel is exact for copied contexts, tested on first access."""
         with self.lock:
             exact = relay_attention.causal_is_exact
             return self.supports_relay and exact(self.hf_model, self.profile)
 
     @cached_property
     def graph_runner(self) -> GraphRunner | None:
-        """Runner of single requests on a GPU. None: not exact for this model, as measured."""
+        """Runner for single requests on a GPU. None if a test shows that it is not exact."""
         if self.device.type != "cuda" or not self.supports_relay:
             return None
         with self.lock:
@@ -79,12 +79,12 @@ class ContextModel(TunedModel):
         """Resolve ``assembly`` for this model and a batch with final blocks of ``final_tokens``.
 
         Raises:
-            UnsupportedModelError: ``assembly`` is ``"relay"``, which the model does not support.
+            UnsupportedModelError: ``assembly`` is ``"relay"``, but the model does not support it.
         """
         if assembly == "relay" and not self.supports_relay:
             raise UnsupportedModelError(
-                f"{self.name} cannot use assembly='relay': it has "
-                f"{relay_attention.OTHER_ATTENTION}; use assembly='copy' or 'auto'"
+                f"{self.name} cannot use assembly='relay', because it has "
+                f"{relay_attention.OTHER_ATTENTION}: use assembly='copy' or 'auto'"
             )
         if assembly != "auto":
             return assembly
@@ -93,17 +93,17 @@ class ContextModel(TunedModel):
         runner = self.graph_runner
         if len(contexts) > 1 or (runner is not None and all(map(runner.relay.reads, contexts))):
             return "relay"
-        # Without the runner, relay would join the blocks, and launch more kernels.
+        # Without the runner, relay would concatenate the blocks, and launch more kernels.
         is_slower = self.device.type != "cpu" and not self._is_plain
         return "copy" if is_slower or self.has_causal_kernel else "relay"
 
     def cache_for(
         self, *contexts: Context, assembly: Literal["relay", "copy"] = "copy"
     ) -> DynamicCache | None:
-        """A transformers cache with one context per row, padded on the left on the copy path.
+        """Create a transformers cache with one context per row. The copy path pads on the left.
 
         Returns None if all contexts are empty, unless the ``graph_runner`` runs the final block. A
-        hybrid model takes one context; its states are the states after the first block.
+        hybrid model accepts one context. Its states are set to those after the first block.
         """
         hf_model, profile = self.hf_model, self.profile
         runner = self.graph_runner if assembly == "relay" and len(contexts) == 1 else None
@@ -117,7 +117,7 @@ class ContextModel(TunedModel):
             if len(contexts) == 1 and self.has_causal_kernel:
                 cache.attention = relay_attention.CausalAttention()
         if cache.attention is not None:
-            # Enable relay again, because other code may have changed the model's attention.
+            # Re-enable relay, because other code may have changed the model's attention.
             relay_attention.enable_relay(hf_model)
         if profile.has_states:
             (context,) = contexts

@@ -1,11 +1,11 @@
-"""Correction: a map that brings a block's keys and values closer to those of full attention.
+"""Correction: an affine map that moves a block's keys and values closer to full attention.
 
 In full mode, a passage attends to the passages before it; in block mode, only to itself. Much of
-the resulting change of its keys and values does not depend on the other passages: it is a linear
+the resulting change in its keys and values does not depend on the other passages: it is a linear
 function of the block's own keys and values, plus a constant for each of its first tokens. Both are
-fitted once per model, in closed form, from passages alone (``lab.repair.closed_form``). The
-correction is applied when a block is encoded, or to a stored block, and costs nothing per answer. A
-corrected block has its own digest.
+fitted once per model, in closed form, from passages without questions (``lab.repair.closed_form``).
+The correction is applied when a block is encoded, or to a stored block, so answers take no longer.
+A corrected block has its own digest.
 
 For each layer and key-value head, with keys ``k`` before their rotation and values ``v``::
 
@@ -15,7 +15,7 @@ A correction is stored in a safetensors file with two tensors for each layer L: 
 ``[K, D, D]`` and ``bias.L`` ``[K, NUM_PLACES, D]``, in float32, or in bfloat16 if that is lossless.
 The metadata contains ``format``, ``version``, ``sink`` and the model's ``fingerprint``.
 
-Shapes: ``K`` key-value heads, ``n`` tokens, ``D`` size of a head's key and value together.
+Shapes: ``K`` key-value heads, ``n`` tokens, ``D`` combined size of a head's key and value.
 """
 
 from __future__ import annotations
@@ -38,25 +38,25 @@ from blockattn_rag.kv.rope import RotaryLayout, rotate
 from blockattn_rag.model.probe import StateOutline
 
 PLACES = (1, 2, 4, 8, 16, 32, 64)
-"""Ends (exclusive) of the groups of token indices that share a constant. The last group is open."""
+"""Upper bounds (exclusive) of groups of token indices that share a constant. One group follows."""
 
 NUM_PLACES = len(PLACES) + 1
 
 
 class LayerCorrection(NamedTuple):
-    """Correction of one layer, float32: ``weight`` ``[K, D, D]``, multiplied from the left by row
-    vectors of states, and ``bias`` ``[K, NUM_PLACES, D]``."""
+    """Correction for one layer, in float32: ``weight`` ``[K, D, D]``, which row vectors of states
+    are multiplied by, and ``bias`` ``[K, NUM_PLACES, D]``."""
 
     weight: Tensor
     bias: Tensor
 
 
-@dataclass(frozen=True, eq=False, repr=False)  # Without slots, because of the cached properties.
+@dataclass(frozen=True, eq=False, repr=False)  # Without slots: cached_property needs a __dict__.
 class Correction:
-    """Correction for the blocks of one model. Corrections with equal digests are equal.
+    """Correction for one model's blocks. Corrections with equal digests are equal.
 
     Args:
-        sink: Sink that the correction was fitted with. Blocks must be encoded with the same sink.
+        sink: Sink that was used for fitting. Blocks must be encoded with the same sink.
     """
 
     layers: tuple[LayerCorrection, ...]
@@ -65,7 +65,7 @@ class Correction:
 
     @cached_property
     def digest(self) -> str:
-        """sha256 of the contents, 64 hex digits. Part of the digest of corrected blocks."""
+        """SHA-256 of the contents, 64 hex digits. Part of the digest of corrected blocks."""
         digest = hashlib.sha256(f"{self.sink} {self.fingerprint} {len(self.layers)}".encode())
         for layer in self.layers:
             for tensor in layer:
@@ -83,52 +83,52 @@ class Correction:
         return f"Correction({self.digest[:6]}, sink={self.sink!r})"
 
     def check_shapes(self, layers: Sequence[tuple[StateOutline, StateOutline]]) -> None:
-        """Check that the correction fits a model's number of layers and shapes.
+        """Check that the correction matches a model's number of layers and tensor shapes.
 
         Args:
             layers: Outlines of the model's keys and values (``AttentionProfile.layer_outlines``).
 
         Raises:
-            ValueError: the model has other shapes.
+            ValueError: the number of layers or the shapes differ.
         """
         if len(self.layers) != len(layers):
             raise ValueError(
                 f"The correction has {len(self.layers)} layers, expected {len(layers)} for this "
-                "model: use the correction that was fitted to this model."
+                "model: use a correction that was fitted to this model."
             )
         for index, (layer, (keys, values)) in enumerate(zip(self.layers, layers, strict=True)):
             if keys.heads != values.heads:
                 raise ValueError(
                     f"Layer {index} has {keys.heads} key heads and {values.heads} value heads, "
-                    "expected as many of both: use a recipe without an adapter."
+                    "expected equal numbers: use a recipe without an adapter."
                 )
             found = tuple(layer.bias.shape)
             expected = (keys.heads, NUM_PLACES, keys.size + values.size)
             if found != expected:
                 raise ValueError(
                     f"The correction has the shape {found} in layer {index}, expected {expected} "
-                    "for this model: use the correction that was fitted to this model."
+                    "for this model: use a correction that was fitted to this model."
                 )
 
     def digest_of(self, digest: str) -> str:
-        """The digest of the corrected block, from the digest of the uncorrected block."""
+        """Digest of the corrected block, given the digest of the uncorrected block."""
         return corrected_digest(digest, self.digest)
 
     def corrected(self, kv: BlockKV, layouts: Sequence[RotaryLayout]) -> BlockKV:
         """Apply the correction to a block.
 
         Args:
-            kv: Uncorrected block, with keys rotated for positions 0..n-1.
+            kv: Uncorrected block, with keys rotated to positions 0..n-1.
 
         Returns:
-            New block with its own digest, of the same shapes, in the model's dtype.
+            New block with its own digest, with the same shapes and in the model's dtype.
         """
         with torch.inference_mode():
             return replace(self.applied(kv, layouts), digest=self.digest_of(kv.digest))
 
     def applied(self, kv: BlockKV, layouts: Sequence[RotaryLayout]) -> BlockKV:
         """Apply the correction to a block, but keep its digest. Used in training, because gradients
-        flow to the layers' tensors. An int8 block is dequantized to the model's dtype."""
+        flow to the correction's tensors. An int8 block is dequantized to the model's dtype."""
         states = [
             self._apply(index, *kv.states(index), layout) for index, layout in enumerate(layouts)
         ]
@@ -136,7 +136,7 @@ class Correction:
         return replace(kv, keys=keys, values=values, scales=None)
 
     def _layers_on(self, device: torch.device) -> Sequence[LayerCorrection]:
-        """The layers on a device. Copies are cached."""
+        """The layers' tensors on a device. Copies are cached."""
         if device not in self._copies:
             self._copies[device] = [
                 LayerCorrection(*(tensor.to(device) for tensor in layer)) for layer in self.layers
@@ -153,7 +153,7 @@ class Correction:
         """Apply the correction to one layer of a block.
 
         Args:
-            keys: Keys ``[K, n, key size]``, rotated for positions 0..n-1.
+            keys: Keys ``[K, n, key size]``, rotated to positions 0..n-1.
             values: Values ``[K, n, value size]``.
 
         Returns:
@@ -178,7 +178,7 @@ def bare_states(
     Args:
         keys: Rotated keys ``[K, n, key size]``.
         values: Values ``[K, n, value size]``.
-        positions: Positions that the keys are rotated for. Default: 0..n-1.
+        positions: Positions that the keys are rotated to. Default: 0..n-1.
     """
     bare = keys.float()
     if layout.rotates:
@@ -189,7 +189,7 @@ def bare_states(
 
 
 def places(num_tokens: int) -> Tensor:
-    """Group of ``PLACES`` that each token of a block belongs to, ``[num_tokens]``."""
+    """Index in ``PLACES`` of the group that each token of a block belongs to, ``[num_tokens]``."""
     return torch.bucketize(torch.arange(num_tokens), torch.tensor(PLACES), right=True)
 
 
@@ -197,7 +197,7 @@ _FORMAT = {"format": "blockattn_rag.correction", "version": "1"}
 
 
 def save_correction(correction: Correction, path: Path) -> None:
-    """Write a correction to a file, atomically.
+    """Write a correction to a file atomically.
 
     Raises:
         ValueError: a number is not finite, or a shape is wrong.
@@ -209,7 +209,7 @@ def save_correction(correction: Correction, path: Path) -> None:
 
 
 def correction_bytes(correction: Correction) -> bytes:
-    """The contents of a correction's file.
+    """Serialize a correction to the contents of a file.
 
     Raises:
         ValueError: a number is not finite, or a shape is wrong.
@@ -241,7 +241,7 @@ def read_correction(path: Path) -> Correction:
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError, RuntimeError) as error:
-        # A file that was just deleted raises RuntimeError.
+        # Safetensors raises RuntimeError for a file that was just deleted.
         raise ValueError(f"{path} is not a correction file: {error}") from error
     if found := {
         name: metadata.get(name) for name in _FORMAT if metadata.get(name) != _FORMAT[name]
@@ -253,13 +253,13 @@ def read_correction(path: Path) -> Correction:
 
 
 def _layers(path: Path | str, tensors: dict[str, Tensor]) -> tuple[LayerCorrection, ...]:
-    """Return the layers. Raise ``ValueError`` if names, shapes or numbers are invalid."""
+    """Validate tensors, and return them by layer. Raises ``ValueError`` if any are invalid."""
     layers = []
     for index in range(len(tensors) // 2):
         try:
             layer = LayerCorrection(tensors[f"weight.{index}"], tensors[f"bias.{index}"])
         except KeyError as error:
-            raise ValueError(f"{path}: found no tensor {error.args[0]}") from error
+            raise ValueError(f"{path}: missing tensor {error.args[0]}") from error
         shapes = tuple(layer.weight.shape), tuple(layer.bias.shape)
         heads, _, size = shapes[1] if len(shapes[1]) == 3 else (0, 0, 0)
         if shapes != ((heads, size, size), (heads, NUM_PLACES, size)):

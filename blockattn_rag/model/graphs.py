@@ -1,8 +1,8 @@
-"""Forward passes of one request on a GPU, replayed as CUDA graphs.
+"""CUDA graphs that replay the forward passes of single requests on a GPU.
 
-A forward pass over a few tokens takes longer to launch than to compute. It is captured once for
-each number of tokens, rounded up to a power of two, and then replayed for contexts of any length.
-This is possible because all values that differ between requests are read from tensors
+For a few tokens, the kernel launch overhead exceeds the computation. A forward pass is captured
+once for each number of tokens, rounded up to a power of two, and then replayed for contexts of any
+length. This works because everything that differs between requests is read from tensors
 (``DeviceRelay``).
 """
 
@@ -29,11 +29,11 @@ from blockattn_rag.model.caches import ContextCache, RelayCache, States
 from blockattn_rag.model.kinds import PLAIN
 
 MOST_TOKENS = 512
-"""Tokens of the longest captured forward pass. A longer one takes longer to compute than to
-launch."""
+"""Maximum number of tokens in a captured forward pass. Beyond this, the launch overhead is smaller
+than the computation."""
 
 _LEAST_TOKENS = 16
-"""Tokens of the shortest captured forward pass, except decoding's single token."""
+"""Minimum number of tokens in a captured forward pass, except for decoding a single token."""
 
 _ARGUMENTS = {
     *("input_ids", "attention_mask", "position_ids", "past_key_values", "use_cache"),
@@ -46,14 +46,14 @@ Forward = Callable[..., Any]
 
 
 class Recording(NamedTuple):
-    """A captured computation: ``replay`` computes it again, and writes to ``result``."""
+    """A captured computation. ``replay`` runs it again, and writes to ``result``."""
 
     replay: Callable[[], object]
     result: Tensor
 
 
 def record(compute: Callable[[], Tensor], device: torch.device, pool: Any) -> Recording:
-    """Run and then capture a computation on a GPU, in a memory pool that graphs share."""
+    """Run and then capture a computation on a GPU, in a memory pool shared by all graphs."""
     side: Any = torch.cuda.Stream(device)
     current = torch.cuda.current_stream(device)
     side.wait_stream(current)
@@ -63,7 +63,7 @@ def record(compute: Callable[[], Tensor], device: torch.device, pool: Any) -> Re
     current.wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     try:
-        # Other threads may use the device meanwhile.
+        # Other threads may use the device during the capture.
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             result = compute()
     finally:
@@ -73,8 +73,7 @@ def record(compute: Callable[[], Tensor], device: torch.device, pool: Any) -> Re
 
 
 class _Inputs:
-    """Inputs of a captured forward pass over ``tokens`` tokens, the last of which may be
-    padding."""
+    """Inputs of a captured forward pass over ``tokens`` tokens. The last ones may be padding."""
 
     def __init__(self, tokens: int, device: torch.device) -> None:
         with torch.inference_mode(mode=False):
@@ -83,11 +82,11 @@ class _Inputs:
             self._last = torch.zeros(1, dtype=torch.long, device=device)
 
     def fill(self, ids: Tensor, start: int) -> None:
-        """Set the token ids ``[1, n]``, which begin at position ``start``."""
+        """Set the token ids ``[1, n]``, whose positions begin at ``start``."""
         tokens, width = ids.shape[1], self._ids.shape[1]
         self._ids[:, tokens:] = 0
         self._ids[:, :tokens] = ids
-        # Padding repeats a position, because LongRoPE's frequencies depend on the last position.
+        # Padding repeats the last position: LongRoPE's frequencies depend on the largest one.
         torch.arange(start, start + width, out=self._positions[0])
         self._positions.clamp_(max=start + tokens - 1)
         self._last.fill_(tokens - 1)
@@ -103,7 +102,7 @@ class _Inputs:
 
 
 class GraphRunner:
-    """Runs the forward passes of one request at a time, over the blocks and tail of a
+    """Runs the forward passes of one request at a time over the blocks and tail of a
     ``DeviceRelay``.
 
     Args:
@@ -122,11 +121,11 @@ class GraphRunner:
         self._address = relay.tail_address
 
     def cache_for(self, context: Context) -> GraphCache | None:
-        """A cache over a context. None: the kernel cannot read the blocks."""
+        """Create a cache over a context. None if the kernel cannot read the blocks."""
         return GraphCache(context, self) if self.relay.reads(context) else None
 
     def run(self, forward: Forward, cache: GraphCache, kwargs: dict[str, Any]) -> Any:
-        """Run one forward pass over the cache. The caller holds the model's lock."""
+        """Run one forward pass over the cache. The caller must hold the model's lock."""
         ids: Tensor = kwargs["input_ids"]
         tokens = ids.shape[1]
         width = _captured_tokens(tokens)
@@ -140,7 +139,7 @@ class GraphRunner:
         return out
 
     def begin(self, cache: GraphCache, tokens: int) -> None:
-        """Prepare new tokens of a cache. Releases the cache of the previous request."""
+        """Prepare a cache for new tokens, and release the cache of the previous request."""
         previous = None if self._user is None else self._user()
         if previous is not cache:
             if previous is not None:
@@ -149,13 +148,13 @@ class GraphRunner:
             self.relay.load(cache.context)
             self._user = weakref.ref(cache)
         self.relay.begin(cache.tail_tokens, tokens)
-        if self.relay.tail_address != self._address:  # The graphs write to the old tail.
+        if self.relay.tail_address != self._address:  # The existing graphs write to the old tail.
             self._graphs.clear()
             self._pool = None  # PyTorch frees a pool with its last graph.
             self._address = self.relay.tail_address
 
     def _replayed(self, forward: Forward, cache: GraphCache, ids: Tensor, width: int) -> Any:
-        """Output of a forward pass from a graph. None: the forward pass cannot be captured."""
+        """Output of a forward pass that a graph computes. None if it cannot be captured."""
         start = cache.get_seq_length()
         if width in self._graphs:
             inputs, recording = self._graphs[width]
@@ -173,16 +172,16 @@ class GraphRunner:
                 )
             except torch.OutOfMemoryError:
                 raise
-            except Exception as error:  # noqa: BLE001 -- such as a forward that waits for the device
+            except Exception as error:  # noqa: BLE001 -- such as a device synchronization
                 self.captures = False
-                _logger.warning("Each kernel is launched, because a CUDA graph failed: %s", error)
+                _logger.warning("CUDA graphs are turned off, because one failed: %s", error)
                 return None
             self._graphs[width] = inputs, recording
         return CausalLMOutputWithPast(logits=recording.result.clone(), past_key_values=cache)
 
 
 class _SlotLayer(DynamicLayer):
-    """Layer whose tail lies in the relay's buffers. Its length includes the context."""
+    """Layer whose tail is in the relay's buffers. Its length includes the context."""
 
     def __init__(self, cache: GraphCache, index: int) -> None:
         super().__init__()
@@ -201,7 +200,7 @@ class _SlotLayer(DynamicLayer):
 
 
 class GraphCache(ContextCache):
-    """Cache of one request over a ``GraphRunner``. Its tail begins with the first forward."""
+    """Cache of one request for a ``GraphRunner``. Its tail begins with the first forward pass."""
 
     def __init__(self, context: Context, runner: GraphRunner) -> None:
         super().__init__()
@@ -212,7 +211,7 @@ class GraphCache(ContextCache):
         self.layers = [_SlotLayer(self, index) for index in range(len(self.relay.layouts))]
 
     def release(self) -> None:
-        """Continue without the runner, with relay attention, which supports any forward pass."""
+        """Switch from the runner to relay attention, which supports any forward pass."""
         if self.runner is None:
             return
         states = self.tail_states(self.tail_tokens)
@@ -250,12 +249,12 @@ class GraphCache(ContextCache):
 
 
 def _captured_tokens(tokens: int) -> int:
-    """Number of tokens of the captured forward pass that runs ``tokens`` tokens."""
+    """Size in tokens of the captured forward pass for ``tokens`` tokens."""
     return 1 if tokens == 1 else max(_LEAST_TOKENS, 1 << (tokens - 1).bit_length())
 
 
 def _is_plain(kwargs: dict[str, Any], tokens: int) -> bool:
-    """Whether a forward pass returns only the logits after its last token."""
+    """Whether a forward pass must return only the logits after its last token."""
     others = (value for name, value in kwargs.items() if name not in _ARGUMENTS)
     # Compare by identity, because a tensor of several elements has no truth value.
     asks_more = any(value is not None and value is not False for value in others)
@@ -264,12 +263,11 @@ def _is_plain(kwargs: dict[str, Any], tokens: int) -> bool:
 
 
 class _Forward:
-    """``forward`` of a model that passes forward passes over a ``GraphCache`` to the cache's
-    runner.
+    """Replacement for a model's ``forward``, which dispatches to the runner of a ``GraphCache``.
 
     Args:
         hf_model: The model. Not kept alive.
-        own: The ``forward`` that the model had as an attribute. None: the method of its class.
+        own: The ``forward`` that was set on the model. None: the method of its class.
     """
 
     def __init__(self, hf_model: PreTrainedModel, own: Forward | None) -> None:
@@ -278,7 +276,7 @@ class _Forward:
         self.__signature__ = inspect.signature(own or hf_model.forward)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Give copies and pickles of the model their own ``forward``."""
+        """Wrap the copy's own ``forward`` when a model is copied or unpickled."""
         return _Forward, (self._hf_model(), self._own)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -295,20 +293,20 @@ class _Forward:
 
 
 def _has_ids(kwargs: dict[str, Any]) -> bool:
-    """Whether the only input of a forward pass is token ids."""
+    """Whether token ids are the only input of a forward pass."""
     return kwargs.get("input_ids") is not None and not any(
         kwargs.get(name) is not None for name in ("inputs_embeds", "labels")
     )
 
 
 def _current(device: torch.device) -> AbstractContextManager[Any]:
-    """Make a GPU the current device, on which kernels are launched."""
+    """Context in which a GPU is the current device, so that kernels are launched on it."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def install(hf_model: PreTrainedModel) -> None:
-    """Make the model pass forward passes over a ``GraphCache`` to the cache's runner."""
-    # `generate` of a PEFT model runs only the model that it wraps.
+    """Replace the model's ``forward``, so that a ``GraphCache`` is passed to its runner."""
+    # `generate` of a PEFT model only runs the wrapped model.
     inner = next(one for one in hf_model.modules() if isinstance(one, PreTrainedModel))
     own = vars(inner).get("forward")
     if not isinstance(own, _Forward):

@@ -1,7 +1,7 @@
-"""Kinds of layers, by the tensors that each layer of a model caches.
+"""Layer kinds, which describe the tensors that each layer of a model caches.
 
 Kinds are measured when a model is loaded: from its cache after a short forward pass, and from the
-cached values that change at other positions. Names of model families play no role.
+cached values that change at other positions. Model names are not used.
 """
 
 from __future__ import annotations
@@ -53,18 +53,18 @@ _REFUSED = {
 
 @dataclass(frozen=True, slots=True)
 class LayerKind:
-    """Kind of a layer, which describes the tensors that it caches.
+    """Kind of a layer: the tensors that it caches.
 
     Args:
-        attention: ``"full"``, ``"windowed"``: keys, which may be rotated, and values. ``"latent"``
-            (multi-head latent attention): a rotary key, and the latent that keys and values are
-            computed from; the model caches them in the opposite order. ``"shared"``: the layer
-            attends to the keys and values of an earlier layer. ``"none"``: the layer has no
-            attention.
+        attention: ``"full"`` or ``"windowed"``: keys, which may be rotated, and values.
+            ``"latent"`` (multi-head latent attention): a rotary key, and the latent that keys and
+            values are computed from, which the model caches in the opposite order. ``"shared"``:
+            the layer attends to the keys and values of an earlier layer. ``"none"``: the layer has
+            no attention.
         window: Sliding window in tokens. None: no window.
         has_state: Whether the layer has a recurrent or convolution state.
-        source: Index of the layer whose keys and values a shared layer attends to. None: another
-            kind of layer, or unknown.
+        source: Index of the layer whose keys and values a shared layer attends to. None: not a
+            shared layer, or unknown.
     """
 
     attention: Attention = "full"
@@ -74,12 +74,12 @@ class LayerKind:
 
     @property
     def stores(self) -> bool:
-        """Whether a block has keys and values of this layer."""
+        """Whether blocks store keys and values for this layer."""
         return self.attention in ("full", "windowed", "latent")
 
     @property
     def is_attention(self) -> bool:
-        """Whether the layer caches only its own keys and values."""
+        """Whether the layer caches its own keys and values, and nothing else."""
         return self.attention in ("full", "windowed") and not self.has_state
 
     def __str__(self) -> str:
@@ -93,18 +93,18 @@ STATE = LayerKind("none", has_state=True)
 
 
 def summary(kinds: Sequence[LayerKind]) -> str:
-    """Numbers of layers of each kind: ``24 state, 8 attention``."""
+    """Number of layers of each kind, as text: ``24 state, 8 attention``."""
     names = [str(kind) for kind in kinds]
     return ", ".join(f"{names.count(name)} {name}" for name in dict.fromkeys(names))
 
 
 def storing(kinds: Sequence[LayerKind]) -> list[int]:
-    """Indices of the layers that blocks have keys and values of."""
+    """Indices of the layers that blocks store keys and values for."""
     return [index for index, kind in enumerate(kinds) if kind.stores]
 
 
 def new_cache(config: Any) -> DynamicCache:
-    """Empty cache that keeps all tokens, including tokens beyond sliding windows."""
+    """Create an empty cache that keeps all tokens, even those beyond sliding windows."""
     cache = DynamicCache(config=config)
     for index, layer in enumerate(cache.layers):
         if type(layer) is LinearAttentionAndSlidingWindowAttentionLayer:
@@ -116,13 +116,13 @@ def new_cache(config: Any) -> DynamicCache:
 
 
 class SeenAttention(NamedTuple):
-    """Inputs of a layer's attention in a forward pass.
+    """Inputs of a layer's attention, recorded during a forward pass.
 
     Args:
-        keys, values: The keys and values. Layers that share keys have the same tensor.
-        sees: Whether a query sees a key, by their positions and the layer's mask. None: unknown.
-        settings: Names of the settings of scores that the model passes: ``"softcap"`` and
-            ``"s_aux"`` (attention sinks).
+        keys, values: Keys and values. Layers that share keys have the same tensor.
+        sees: Whether a query sees a key, given their positions. None: the mask is unknown.
+        settings: Names of the score settings that the model passes: ``"softcap"``, and ``"s_aux"``
+            for attention sinks.
     """
 
     keys: Tensor
@@ -131,8 +131,8 @@ class SeenAttention(NamedTuple):
     settings: frozenset[str]
 
     def has_window(self, window: int | None) -> bool:
-        """Whether a token sees exactly the last ``window`` tokens, including itself. None: all
-        tokens. False if the mask is unknown."""
+        """Whether a token attends to exactly the last ``window`` tokens, including itself, or to
+        all tokens if ``window`` is None. False if the mask is unknown."""
         if self.sees is None:
             return False
         if window is None:
@@ -145,7 +145,7 @@ class SeenAttention(NamedTuple):
 def seen_attention(hf_model: PreTrainedModel) -> Iterator[dict[int, SeenAttention]]:
     """Record the inputs of each layer's attention within the ``with`` block.
 
-    Models that do not use transformers' attention interface leave no record.
+    Models that do not use transformers' attention interface are not recorded.
     """
     seen: dict[int, SeenAttention] = {}
     masks: list[tuple[Tensor, Any, Callable[[int, int], bool]]] = []
@@ -164,12 +164,12 @@ def seen_attention(hf_model: PreTrainedModel) -> Iterator[dict[int, SeenAttentio
         return own_attention(original, module, query, key, value, attention_mask, **kwargs)
 
     def make_mask(*args: Any, **kwargs: Any) -> Any:
-        # Masks must be made, because an omitted mask could not be assigned to its layers.
+        # Force masks to be built, because an omitted mask could not be matched to its layers.
         kwargs["allow_is_causal_skip"] = False
         own = ALL_MASK_ATTENTION_FUNCTIONS[original](*args, **kwargs)
         if "mask_function" not in kwargs:
             return own
-        # Flash and flex attention have masks of other types, or none.
+        # Flash and flex attention use other types of masks, or none.
         made: Any = own if isinstance(own, Tensor) else sdpa_mask(*args, **kwargs)
         masks.append((made, own, partial(_sees, kwargs["mask_function"])))
         return made
@@ -184,7 +184,7 @@ def seen_attention(hf_model: PreTrainedModel) -> Iterator[dict[int, SeenAttentio
 
 
 class _Changed:
-    """An object with other values of some attributes."""
+    """View of an object that overrides some of its attributes."""
 
     def __init__(self, original: Any, **values: Any) -> None:
         vars(self).update(values, _original=original)
@@ -194,12 +194,12 @@ class _Changed:
 
 
 def own_attention(name: str, module: Any, *args: Any, **kwargs: Any) -> Any:
-    """Attention of a module by the implementation ``name`` of transformers, whatever name the
-    model's config currently has."""
-    # For ``eager``, transformers calls the function in the model's own source file.
+    """Run a module's attention with transformers' implementation ``name``, regardless of the
+    model's current config."""
+    # For ``eager``, transformers calls a function in the model's own source file.
     eager: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     forward = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
-    if "flash" in name:  # Flash attention imports the package that the config names.
+    if "flash" in name:  # Flash attention imports the package named in the config.
         module = _Changed(module, config=_Changed(module.config, _attn_implementation=name))
     return forward(module, *args, **kwargs)
 
@@ -212,21 +212,21 @@ def _is_part(mask: Any, made: Tensor) -> bool:
 
 
 def _sees(function: Callable[..., Any], query: int, key: int) -> bool:
-    """Whether a query sees a key, by a mask function of transformers."""
+    """Whether a query attends to a key according to a mask function of transformers."""
     return bool(function(*(torch.tensor(index) for index in (0, 0, query, key))))
 
 
 def measured_kinds(
     hf_model: PreTrainedModel, filled: DynamicCache, seen: Mapping[int, SeenAttention]
 ) -> list[LayerKind]:
-    """Kinds of a model's layers.
+    """Derive the kinds of a model's layers.
 
     Args:
-        filled: A ``new_cache`` after a forward.
-        seen: ``seen_attention`` of that forward.
+        filled: A ``new_cache`` after a forward pass.
+        seen: Result of ``seen_attention`` for that forward pass.
 
     Raises:
-        UnsupportedModelError: a layer is of another kind, or no layer stores keys and values.
+        UnsupportedModelError: a layer's kind is not supported, or no layer stores keys and values.
     """
     config: Any = hf_model.config
     names = getattr(config.get_text_config(decoder=True), "layer_types", None) or ()
@@ -246,8 +246,8 @@ def measured_kinds(
         found = summary(kinds) if kinds else "no layer with a cache"
         raise refusal(
             hf_model,
-            f"it has no attention layer with keys and values (found {found}), so that passages "
-            "would have nothing to store",
+            f"it has no attention layer with keys and values (found {found}), so there is nothing "
+            "to store for a passage",
         )
     return kinds
 
@@ -259,7 +259,7 @@ def _measured(
     window: int | None,
     seen: Mapping[int, SeenAttention],
 ) -> LayerKind:
-    """Derive the kind of a layer from its cache, its window, and the keys that it attends to."""
+    """Derive a layer's kind from its cache, its window, and the keys that it attends to."""
     keys = seen[index].keys if index in seen else None
     known = (DynamicLayer, LinearAttentionLayer, LinearAttentionAndFullAttentionLayer)
     keeps = getattr(layer, "keys", None) is not None and getattr(layer, "values", None) is not None
@@ -275,7 +275,7 @@ def _measured(
             return LayerKind(attention, window, has_state)
         if has_state:
             return STATE
-    elif keeps or type(layer).__name__ != "DummyLayer":  # Transformers 5.19 has no such class.
+    elif keeps or type(layer).__name__ != "DummyLayer":  # Not in transformers 5.19.
         name = type(layer).__name__
         about = _REFUSED.get(name, f"caches its state in a {name}, which is not supported")
         raise refusal(hf_model, f"layer {index} has {about}")
@@ -286,16 +286,16 @@ def _measured(
 
 
 def states_of(layer: LinearAttentionCacheLayerMixin) -> list[Tensor | None]:
-    """Convolution states and recurrent states of a cache's layer. None: not computed."""
+    """Convolution and recurrent states in a cache's layer. None: not computed yet."""
     return [*layer.conv_states.values(), *layer.recurrent_states.values()]
 
 
 def layer_states(
     cache: DynamicCache, kinds: Sequence[LayerKind]
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Keys and values ``[batch, heads, tokens, size]`` of the layers that store them.
+    """Iterate over keys and values ``[batch, heads, tokens, size]`` of the layers that store them.
 
-    The keys and values of a latent layer are its rotary keys and its latents.
+    A latent layer has rotary keys and latents in place of keys and values.
     """
     layers: Any = cache.layers
     for layer, kind in zip(layers, kinds, strict=True):
@@ -304,20 +304,20 @@ def layer_states(
 
 
 def in_order(kind: LayerKind, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Convert between the order of keys and values in a cache and in a block. The orders differ
-    only for latent layers."""
+    """Convert keys and values from a cache's order to a block's order, or back. The orders only
+    differ for latent layers."""
     return (values, keys) if kind.attention == "latent" else (keys, values)
 
 
 class ProbeError(UnsupportedModelError):
-    """Raised if a model cannot run the forward passes that measure it."""
+    """A model cannot run the forward passes that measure its attention."""
 
     def __init__(self, subject: object, reason: str) -> None:
         super().__init__(_message(subject, reason))
 
 
 def refusal(subject: object, reason: str) -> UnsupportedModelError:
-    """Error with the reason why a model cannot run in block mode."""
+    """Create an error that explains why a model cannot run in block mode."""
     return UnsupportedModelError(_message(subject, reason))
 
 

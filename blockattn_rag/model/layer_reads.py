@@ -1,4 +1,4 @@
-"""The tensors of a block that each layer of a model reads, and its sliding window."""
+"""Block tensors that each layer of a model reads, and the layer's sliding window."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def layer_windows(kinds: Sequence[LayerKind]) -> dict[int, int | None]:
 
 
 def _reads(kinds: Sequence[LayerKind], latents: Mapping[int, LatentMap]) -> dict[int, LayerReads]:
-    """The tensors of a block that each layer reads, if it attends to keys and values or known
+    """Block tensors that each layer reads, for layers that attend to keys and values or known
     latents."""
     places = {layer: place for place, layer in enumerate(storing(kinds))}
     reads = {}
@@ -33,13 +33,13 @@ def _reads(kinds: Sequence[LayerKind], latents: Mapping[int, LatentMap]) -> dict
 
 
 def measured_reads(hf_model: PreTrainedModel, profile: AttentionProfile) -> dict[int, LayerReads]:
-    """The tensors of a block that each layer reads, by the layer's index. Layers without attention,
-    and layers that relay attention cannot compute, are left out."""
+    """Block tensors that each layer reads, by layer index. Omits layers without attention, and
+    layers that relay attention does not support."""
     return _reads(profile.kinds, _latent_maps(hf_model, profile))
 
 
 def _latent_maps(hf_model: PreTrainedModel, profile: AttentionProfile) -> dict[int, LatentMap]:
-    """Maps of the layers with latents: the keys and values that they compute from unit vectors."""
+    """Linear maps of latent layers, measured by passing unit vectors through them."""
     kinds = profile.kinds
     outlines = dict(zip(storing(kinds), profile.layer_outlines, strict=True))
     ranks = {

@@ -1,4 +1,4 @@
-"""Loading of models and tokenizers: by path, hub id or short name, from GGUF files and adapters."""
+"""Loads models and tokenizers: by path, hub id or short name, from GGUF files and adapters."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from blockattn_rag.prompts.checkpoints import known_checkpoint
 BUNDLED = "bundled"
 _BUNDLED_FOLDER = Path(__file__).parent / "bundled"
 SIDECAR = "block_attention.json"
-"""File next to an adapter: its training modes, and its base if that is the bundled model."""
+"""File next to an adapter with its training modes, and its base if that is the bundled model."""
 
 SHORT_NAMES = (BUNDLED, SMOLLM2)
 """Names of models that are neither paths nor hub ids."""
 
 _ADAPTER_CONFIG = "adapter_config.json"
 _PLACEMENT = frozenset({"device_map", "max_memory", "offload_folder", "attn_implementation"})
-"""Arguments of ``from_pretrained`` that do not change the weights of the files."""
+"""Arguments of ``from_pretrained`` that do not modify the weights in the files."""
 _MODEL_FILES = ("config.json", _ADAPTER_CONFIG)
 _TOKENIZER_FILE = "tokenizer_config.json"
 _INSTALL_SMOLLM2 = (
@@ -55,8 +55,8 @@ def resolve_name(model: str | Path) -> str:
     A GGUF file is dequantized on first use (``gguf.dequantized``).
 
     Raises:
-        FileNotFoundError: a path does not exist, a folder contains no model, or one of the two
-            names is misspelled.
+        FileNotFoundError: a path does not exist, a folder contains no model, or a short name is
+            misspelled.
     """
     if str(model) == BUNDLED:
         return str(_BUNDLED_FOLDER)
@@ -73,14 +73,14 @@ def resolve_name(model: str | Path) -> str:
         )
     if not folder.exists() and (meant := get_close_matches(str(model), SHORT_NAMES, 1, 0.8)):
         raise FileNotFoundError(
-            f"Found no model {str(model)!r}; did you mean {meant[0]!r}? Pass the folder of a local "
+            f"Unknown model {str(model)!r}; did you mean {meant[0]!r}? Pass the folder of a local "
             "model, or the full hub id, such as 'organization/name'"
         )
     return os.path.expanduser(model)
 
 
 def _hub(model: str | Path) -> AbstractContextManager[None]:
-    """Context for loading a model, with errors of the hub in one sentence."""
+    """Context for loading a model, with one-sentence errors for the hub; see ``hub.hub_errors``."""
     name = str(model)
     if name == SMOLLM2:
         return hub_errors(name, is_local=is_gguf(Path(smollm2())), fix=_INSTALL_SMOLLM2)
@@ -88,13 +88,13 @@ def _hub(model: str | Path) -> AbstractContextManager[None]:
 
 
 def commit_of(model: str | Path, revision: str | None = None) -> str | None:
-    """Current commit of a revision of the hub, so that all files of a model come from one commit.
+    """Resolve a hub revision to its current commit, so that all files of a model match.
 
     Args:
         revision: Branch, tag or commit. Default: the main branch.
 
     Returns:
-        None for a model on this machine. ``revision`` if neither the hub nor its cache resolves it.
+        None for a local model. ``revision`` if neither the hub nor its cache can resolve it.
     """
     source = resolve_name(model)
     if Path(source).exists():
@@ -105,12 +105,12 @@ def commit_of(model: str | Path, revision: str | None = None) -> str | None:
 
 
 def load_tokenizer(model: str | Path, *, revision: str | None = None) -> Any:
-    """Load the tokenizer of a model name or path. Adds no BOS for models trained without it.
+    """Load the tokenizer for a model name or path. It adds no BOS if the model was trained without.
 
     A folder may contain only the tokenizer. Raises the same errors as ``load_model``.
 
     Args:
-        revision: Revision of the hub. Default: the main branch.
+        revision: Hub revision. Default: the main branch.
     """
     holds_one = (Path(model).expanduser() / _TOKENIZER_FILE).is_file()
     name = os.path.expanduser(model) if holds_one else resolve_name(model)
@@ -118,17 +118,17 @@ def load_tokenizer(model: str | Path, *, revision: str | None = None) -> Any:
         tokenizer: Any = AutoTokenizer.from_pretrained(name, revision=revision)
     known = known_checkpoint(str(model))
     if known is not None and not known.bos:
-        tokenizer.backend_tokenizer.post_processor = None  # The post-processor adds BOS to a text.
+        tokenizer.backend_tokenizer.post_processor = None  # The post-processor adds BOS.
     return tokenizer
 
 
 def load_config(model: str | Path, *, revision: str | None = None) -> Any:
-    """Load the config of a model name or path, or of a LoRA adapter's base, without weights.
+    """Load the config for a model name or path, or for a LoRA adapter's base, without weights.
 
     Raises the same errors as ``load_model``.
 
     Args:
-        revision: Revision of the hub. Default: the main branch.
+        revision: Hub revision. Default: the main branch.
     """
     name = resolve_name(model)
     if adapter := _adapter(name):
@@ -138,7 +138,7 @@ def load_config(model: str | Path, *, revision: str | None = None) -> Any:
 
 
 def check_config(model: str | Path, *, revision: str | None = None) -> None:
-    """Refuse a model of the hub by its config, before its weights are downloaded.
+    """Reject an unsupported model by its config, before its weights are downloaded from the hub.
 
     Raises the same errors as ``load_model``.
     """
@@ -163,10 +163,10 @@ def load_model(
             which is merged into its base.
         device: torch device. ``"auto"``: CUDA if available, else Apple's MPS, else the CPU.
         dtype: Type of the weights: a torch dtype, or ``"int8"`` or ``"nf4"`` to quantize them at
-            load (``quantized.WEIGHTS``). ``"auto"``: the checkpoint's dtype on an accelerator, and
-            for a quantized checkpoint. On the CPU, 16-bit types become float32.
-        revision: Revision of the hub. Default: the main branch.
-        kwargs: Arguments of ``from_pretrained`` (``device_map``, ``quantization_config``, ...).
+            load (``quantized.WEIGHTS``). ``"auto"``: the checkpoint's dtype, but on the CPU, 16-bit
+            types of plain weights become float32.
+        revision: Hub revision. Default: the main branch.
+        kwargs: Arguments of ``from_pretrained``, such as ``device_map``.
 
     Raises:
         FileNotFoundError: see ``resolve_name``.
@@ -188,7 +188,7 @@ def load_model(
                 arguments = {"revision": revision, **arguments, **kwargs}
                 loaded = _from_pretrained(name, config, arguments)
     if getattr(loaded, "is_quantized", False):
-        # Quantized models are moved to their device while they load.
+        # Quantized models are placed on their device during loading.
         allow_all_shapes(loaded)
         return loaded.eval()
     if "device_map" not in kwargs:
@@ -197,7 +197,7 @@ def load_model(
 
 
 def _target(device: str, device_map: Any) -> str:
-    """Device that weights are loaded to. For a device map with several devices, the map as text."""
+    """Device that weights are loaded to, or the device map as text if it has several devices."""
     if device_map is None:
         return default_device() if device == "auto" else str(device)
     only_cpu = device_map == {"": "cpu"} or not torch.accelerator.is_available()
@@ -216,13 +216,13 @@ def load_with_files(
     revision: str | None = None,
     **kwargs: Any,
 ) -> tuple[PreTrainedModel, WeightFiles | None]:
-    """Load a model, and find the files of its weights.
+    """Load a model, and locate its weight files.
 
     Takes the arguments of ``load_model``, and raises the same errors.
 
     Returns:
-        The model and its files. The files are None if the weights differ from them, because an
-        adapter was merged, or because the weights were quantized or dequantized.
+        The model and its weight files. The files are None if the weights differ from them, because
+        an adapter was merged, or because the weights were quantized or dequantized.
     """
     source, commit = resolve_name(model), commit_of(model, revision)
 
@@ -232,22 +232,22 @@ def load_with_files(
     if is_adapter(source) or dtype in WEIGHTS or not kwargs.keys() <= _PLACEMENT:
         return load(), None
     if Path(source).is_dir():
-        # Record the files before loading, because a file may be replaced meanwhile.
+        # Record the files before loading, because a file may be replaced during loading.
         files = weight_files(model)
         loaded = load()
     else:
         loaded = load()  # Loading downloads the files of the commit.
         files = weight_files(model, commit) if commit is not None else None
-    # Quantized weights run with other kernels than on a server, or are dequantized.
+    # Quantized weights use different kernels than on a server, or are dequantized.
     is_other = hasattr(loaded, "peft_config") or bool(quantization_of(loaded.config))
     return loaded, None if is_other else files
 
 
 def weight_files(model: str | Path, commit: str | None = None) -> WeightFiles | None:
-    """Weight files of a model: ``WeightFiles.of``, with errors of the hub in one sentence.
+    """Weight files of a model: ``WeightFiles.of``, with one-sentence errors for the hub.
 
     Args:
-        commit: Commit of the hub, as of ``commit_of``.
+        commit: Hub commit, as returned by ``commit_of``.
     """
     with _hub(model):
         return WeightFiles.of(resolve_name(model), commit)
@@ -268,10 +268,10 @@ def is_adapter(name: str) -> bool:
 
 
 def _adapter(name: str) -> dict[str, Any]:
-    """The ``base`` of a LoRA adapter (a path, hub id or ``"bundled"``), and its ``tuning`` marker.
+    """``base`` of a LoRA adapter (a path, hub id or ``"bundled"``), and its ``tuning`` marker.
 
-    Read from the adapter's config, and from the file ``SIDECAR``, which our training writes because
-    other programs may reject unknown keys in the config. Empty for other models.
+    Read from the adapter's config and the file ``SIDECAR``, which our training writes because other
+    programs may reject unknown keys in the config. Empty for other models.
     """
     if not is_adapter(name):
         return {}
@@ -302,8 +302,8 @@ def _load_adapter(
         base_config = AutoConfig.from_pretrained(base_name)
         if dtype in WEIGHTS or quantization_of(base_config):
             raise ValueError(
-                f"{name} is a LoRA adapter, which cannot be merged into quantized weights; merge "
-                "it into its base first, save the model, and load that"
+                f"{name} is a LoRA adapter, which cannot be merged into quantized weights: merge "
+                "it into the original base model, save the result, and load that"
             )
         arguments = loading_arguments(adapter["base"], base_config, dtype, target)
         base = _from_pretrained(base_name, base_config, {**arguments, **kwargs})
@@ -313,7 +313,7 @@ def _load_adapter(
     merged.requires_grad_(True)
     tuning = adapter["tuning"]
     if isinstance(tuning, dict) and "block" not in tuning.get("modes", ["block"]):
-        # Training in full mode may have undone the base's tuning.
+        # Training in full mode may have undone the base model's tuning.
         merged.config.block_attention = None
     elif tuning:
         merged.config.block_attention = tuning

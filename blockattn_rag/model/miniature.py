@@ -1,10 +1,10 @@
-"""Miniatures: tiny random models of the architecture that a config describes.
+"""Miniatures: tiny random models with the architecture that a config describes.
 
-A model's cache can only be measured on a model that runs. A miniature has the classes and the kinds
-of layers of the original, and takes milliseconds to build. With miniatures, a model can be refused
-before its weights are downloaded, and every architecture of transformers can be measured.
+A cache can only be measured by running a model. A miniature has the same classes and kinds of
+layers as the original, and takes milliseconds to build. With miniatures, unsupported models can be
+rejected before their weights are downloaded, and any architecture in transformers can be measured.
 
-``profile_config`` measures a miniature with all layers, the sizes of heads and the rotary
+``profile_config`` measures a miniature with all layers and the original head sizes and rotary
 embeddings. Its cache has the layout of the model's cache, so a server needs no second copy of the
 model.
 """
@@ -31,8 +31,8 @@ VOCABULARY = 264
 _HEADS, _KV_HEADS, _HEAD_SIZE, _WIDTH, _WINDOW = 4, 2, 16, 64, 16
 _MOST_LAYERS = 12
 
-# New values of numbers in a config, by patterns of their names. The first match applies. None keeps
-# a number. Numbers are never increased.
+# Patterns of config fields, and their values in a miniature. The first match applies. None keeps
+# the original value. Values are never increased.
 _SIZES: tuple[tuple[str, int | None], ...] = (
     (r"n_mamba_heads", None),
     (r"vocab_size.*|.*_vocab_size", VOCABULARY),
@@ -63,12 +63,12 @@ _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
 
 def miniature(config: Any) -> PreTrainedModel:
-    """Build a tiny random model of a config's architecture, in float32 and in evaluation mode.
+    """Build a tiny random model with a config's architecture, in float32 and evaluation mode.
 
-    Weights are spread, so that attention is far from uniform.
+    Weights have a large variance, so that attention is far from uniform.
 
     Raises:
-        Exception: the architecture cannot be built at this size; its code may raise any error.
+        Exception: the architecture cannot be built at this size. Its code may raise any error.
     """
     config = config.get_text_config(decoder=True)
     return _built(config, shrunk(config))
@@ -78,7 +78,7 @@ def _built(config: Any, fields: dict[str, Any]) -> PreTrainedModel:
     small = type(config).from_dict({**fields, "quantization_config": None})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        # Some language models have no class of their own, and exist only in a multimodal model.
+        # Some language models have no class of their own, and only exist in a multimodal model.
         auto: Any = auto_class(small) if text_class(small) else AutoModel
         model: PreTrainedModel = auto.from_config(small, dtype=torch.float32)
         with torch.no_grad():
@@ -89,11 +89,11 @@ def _built(config: Any, fields: dict[str, Any]) -> PreTrainedModel:
 
 
 def check_architecture(config: Any) -> AttentionProfile | None:
-    """Measure a miniature of an architecture, before the weights of a model are loaded.
+    """Measure a miniature of an architecture before a model's weights are loaded.
 
     Returns:
-        The miniature's profile. None if it cannot be built or run: the model itself is measured
-        after it has been loaded.
+        The miniature's profile. None if it cannot be built or run. Then the model itself must be
+        measured after loading.
 
     Raises:
         UnsupportedModelError: models of this architecture cannot run in block mode.
@@ -101,73 +101,73 @@ def check_architecture(config: Any) -> AttentionProfile | None:
     position_limit(config)
     try:
         model = miniature(config)
-    except Exception as error:  # noqa: BLE001 -- the code of any architecture
-        logger.info("Found no miniature of %s: %r", type(config).__name__, error)
+    except Exception as error:  # noqa: BLE001 -- model code may raise anything
+        logger.info("Cannot build a miniature of %s: %r", type(config).__name__, error)
         return None
     try:
         profile = profile_attention(model)
     except ProbeError as error:
-        logger.info("The miniature of %s does not run: %s", type(config).__name__, error)
+        logger.info("Cannot run the miniature of %s: %s", type(config).__name__, error)
         return None
     _refuse_other_windows(model, profile)
     return profile
 
 
 def profile_config(config: Any, dtype: torch.dtype) -> AttentionProfile:
-    """Measure what a model caches, from its config and without its weights.
+    """Measure what a model caches from its config, without its weights.
 
-    Measures a miniature with all layers of the model, its head sizes and its rotary embeddings, on
-    the CPU. Takes seconds and a few hundred megabytes, for a model of any size.
+    Runs a miniature with all layers of the model, its head sizes and its rotary embeddings on the
+    CPU. This takes seconds and a few hundred megabytes for a model of any size.
 
     Args:
         config: The model's config.
-        dtype: Type of the model's keys and values.
+        dtype: Dtype of the model's keys and values.
 
     Raises:
         UnsupportedModelError: models of this architecture cannot run in block mode, or their layers
-            cannot be measured in this way.
+            cannot be measured without weights.
     """
     config = config.get_text_config(decoder=True)
     sketch = check_architecture(config)
     if sketch is not None and sketch.has_states:
-        return sketch  # Servers refuse models with states, so only the kinds are used.
+        return sketch  # Servers reject models with states, so only the kinds are used.
     try:
         size = _head_size(config)
     except (AttributeError, TypeError, ZeroDivisionError) as error:
         raise refusal(
-            config, f"its config does not give the size of heads ({error!r}), as a server needs it"
+            config, f"its config lacks the head size that a server requires ({error!r})"
         ) from error
     reasons = []
-    # Some models compute the size of heads from the width, and ignore the config's.
+    # Some models compute the head size from the width, and ignore the config's value.
     for scale in (None, size):
         try:
             fields = _thinned(config, scale)
             with torch.device("cpu"):
                 profile = profile_attention(_built(config, fields))
-        except Exception as error:  # noqa: BLE001 -- the code of any architecture
+        except Exception as error:  # noqa: BLE001 -- model code may raise anything
             reasons.append(repr(error))
             continue
         if any(keys.size == size for keys, _ in profile.layer_outlines):
             heads = {} if scale is None else _head_counts(config, fields)
             outline = [(heads.get(n, n), width, dtype) for n, width, _ in profile.token_outline]
             return replace(profile, token_outline=tuple(outline))
-        reasons.append(f"found heads of {profile.layer_outlines[0][0].size}, expected {size}")
+        reasons.append(f"found head size {profile.layer_outlines[0][0].size}, expected {size}")
     raise refusal(
         config, f"its layers cannot be measured without its weights ({'; '.join(reasons)})"
     )
 
 
 def _head_size(config: Any) -> int:
-    """Size of a key. For latent attention, size of the rotary key. If layers differ, any layer's
+    """Size of a key, or of the rotary key in latent attention. If layers differ, any layer's
     size."""
-    fields = config.to_dict()  # Attributes that differ by layer cannot be read.
+    fields = config.to_dict()  # Attributes that differ between layers cannot be read.
     size = fields.get("qk_rope_head_dim") or fields.get("head_dim")
     size = size or getattr(config, "head_dim", None)
     return int(size or config.hidden_size // config.num_attention_heads)
 
 
 def _head_counts(config: Any, small: Mapping[str, Any]) -> dict[int, int]:
-    """Numbers of heads in a config, by the numbers in a smaller config."""
+    """Map the numbers of heads in a smaller config to those in the original config."""
     counts: dict[int, int] = {1: 1}
     for name in _HEAD_COUNTS:
         if isinstance(count := getattr(config, name, None), int):
@@ -177,9 +177,9 @@ def _head_counts(config: Any, small: Mapping[str, Any]) -> dict[int, int]:
 
 @torch.inference_mode()
 def _refuse_other_windows(model: PreTrainedModel, profile: AttentionProfile) -> None:
-    """Refuse a model whose sliding windows differ between a forward over a cache and one without.
+    """Reject a model whose sliding windows differ between forward passes with and without a cache.
 
-    Only a miniature's windows are short enough for this test.
+    Only the windows of miniatures are short enough for this test.
     """
     window = max((kind.window for kind in profile.kinds if kind.window), default=0)
     if not 0 < window <= 4 * _WINDOW:
@@ -190,11 +190,11 @@ def _refuse_other_windows(model: PreTrainedModel, profile: AttentionProfile) -> 
         positions = torch.arange(half)[None] + cache.get_seq_length()
         found = model(input_ids=part, position_ids=positions, past_key_values=cache)[0]
     if relative_error(found, model(input_ids=ids, use_cache=False)[0][:, half:]) > 1e-2:
-        raise refusal(model, "its sliding windows have no effect in forwards without a cache")
+        raise refusal(model, "its sliding windows have no effect in forward passes without a cache")
 
 
 def shrunk(config: Any) -> dict[str, Any]:
-    """The fields of a config at a smaller size."""
+    """Fields of a config, reduced to a smaller size."""
     fields: dict[str, Any] = config.to_dict()
     name = next((n for n in _LAYERS if isinstance(fields.get(n), int)), None)
     types = next((t for n in _TYPES if (t := getattr(config, n, None))), ())
@@ -233,17 +233,17 @@ _CACHED = re.compile(
     rf"{_HEADS_OR_GROUPS}|.*head_?dim|.*d_head|dim_head|kv_channels|rotary_dim|kv_lora_rank"
     r"|sliding_window|sliding_window_size|.*chunk_size|.*layers?|.*_period|.*_interval"
 )
-"""Fields of a config that determine what attention caches."""
+"""Config fields that determine what attention caches."""
 _WIDTHS = re.compile(r"hidden_size|n_embd|d_model|dim_model|.*embed_dim|word_embed_proj_dim")
 _ALL = 1 << 30
 
 
 def _thinned(config: Any, size: int | None = None) -> dict[str, Any]:
-    """The fields of a narrow config with all layers.
+    """Fields of a config for a narrow model with all layers.
 
     Args:
-        size: Size of heads, for models that compute it from the width. The model then has fewer
-            heads. Default: the config's size, with all heads of keys.
+        size: Head size, for models that compute it from the width. The model then has fewer heads.
+            Default: the config's head size, with all key heads.
     """
     small = {name: _thinned_field(name, value) for name, value in config.to_dict().items()}
     queries, keys = (config.attribute_map.get(name, name) for name in _HEAD_COUNTS)
@@ -260,7 +260,7 @@ def _thinned(config: Any, size: int | None = None) -> dict[str, Any]:
 
 
 def _thinned_field(name: str, value: Any) -> Any:
-    """A config's field, smaller unless it decides what attention caches."""
+    """Value of a config field, reduced unless the field determines what attention caches."""
     if name == "per_layer_config" and isinstance(value, Mapping):
         return {
             layer: {field: _thinned_field(field, own) for field, own in fields.items()}
@@ -270,7 +270,7 @@ def _thinned_field(name: str, value: Any) -> Any:
 
 
 def _kept_layers(types: Sequence[str], layers: int) -> int:
-    """Number of first layers that include every type of layer."""
+    """Minimum number of leading layers that include every layer type."""
     for count in range(2, len(types) + 1):
         if {*types[:count]} == {*types}:
             return min(count, _MOST_LAYERS)
@@ -278,12 +278,12 @@ def _kept_layers(types: Sequence[str], layers: int) -> int:
 
 
 def _smaller(name: str, value: Any, layers: int, kept: int) -> Any:
-    """Value of a config's field at the smaller size."""
+    """Value of a config field, reduced to the smaller size."""
     if isinstance(value, Mapping):
         return {
             key: _smaller(key, one, layers, kept)
             for key, one in value.items()
-            if not (str(key).isdigit() and int(key) >= kept)  # The keys are indices of layers.
+            if not (str(key).isdigit() and int(key) >= kept)  # The keys are layer indices.
         }
     if isinstance(value, (list, tuple)) and len(value) == layers > kept:
         value = value[:kept]

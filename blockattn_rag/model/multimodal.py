@@ -1,4 +1,4 @@
-"""Language models of checkpoints that also process images or sound."""
+"""Language models in multimodal checkpoints, which also process images or sound."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TOKENS = 8
 
 
 def auto_class(config: Any) -> Any:
-    """Class of transformers that loads a config's model: for text, or for images and text."""
+    """Auto class of transformers that loads a config's model: for text, or for images and text."""
     is_multimodal = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     if is_multimodal and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return AutoModelForImageTextToText
@@ -28,25 +28,25 @@ def auto_class(config: Any) -> Any:
 
 
 def text_class(config: Any) -> type[PreTrainedModel] | None:
-    """Class of the causal language model that a text config describes. None if it has no class."""
+    """Class of the causal language model for a text config. None if transformers has none."""
     mappings: Any = (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING)
     return next((mapping[type(config)] for mapping in mappings if type(config) in mapping), None)
 
 
 def keep_settings(config: Any, text: Any) -> None:
-    """Copy a multimodal config's settings of the weights to its text config."""
+    """Copy tuning and quantization settings from a multimodal config to its text config."""
     for name in ("block_attention", "quantization_config"):
         if (value := getattr(config, name, None)) is not None:
             setattr(text, name, value)
 
 
 def language_model(loaded: PreTrainedModel) -> PreTrainedModel:
-    """The language model of a multimodal model, without the parts that process images or sound.
+    """Extract the language model from a multimodal model, without the image and sound parts.
 
     Returns:
-        The language model, which shares its layers with ``loaded``. If ``loaded`` is not
-        multimodal, or its language model has no class or computes other logits than ``loaded``,
-        ``loaded`` itself. Its other parts then stay in memory unused.
+        The language model, which shares its layers with ``loaded``. ``loaded`` itself if it is not
+        multimodal, or if its language model has no class or computes different logits. The other
+        parts then stay in memory unused.
     """
     config: Any = loaded.config
     text = config.get_text_config(decoder=True)
@@ -62,12 +62,12 @@ def language_model(loaded: PreTrainedModel) -> PreTrainedModel:
             logits = [model(input_ids=ids).logits.float() for model in (alone, loaded)]
         error = relative_error(*logits)
     except (AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError, ValueError):
-        return loaded  # The complete model is measured.
+        return loaded  # Measure the complete model instead.
     return alone if error <= LOGITS.get(loaded.dtype, LOGITS_OF_OTHER_DTYPES) else loaded
 
 
 def _alone(loaded: PreTrainedModel, kind: type[PreTrainedModel]) -> PreTrainedModel:
-    """A model of the class ``kind`` with the decoder and the output layer of ``loaded``."""
+    """Create a model of class ``kind`` with the decoder and the output layer of ``loaded``."""
     source: Any = loaded
     decoder = source.get_decoder()
     with torch.device("meta"):  # allocates no memory
@@ -75,7 +75,7 @@ def _alone(loaded: PreTrainedModel, kind: type[PreTrainedModel]) -> PreTrainedMo
     setattr(alone, alone.base_model_prefix, decoder)
     alone.set_output_embeddings(source.get_output_embeddings())
     if any(tensor.is_meta for tensor in alone.parameters()):
-        raise ValueError(f"{kind.__name__} has weights that {type(loaded).__name__} does not have")
+        raise ValueError(f"{kind.__name__} has weights that {type(loaded).__name__} lacks")
     alone.config.name_or_path = source.config.name_or_path
     keep_settings(source.config, alone.config)
     for name in ("hf_quantizer", "is_quantized", "quantization_method"):

@@ -1,8 +1,8 @@
-"""Packed weights, which speed up linear layers on the CPU for inputs of few tokens.
+"""Packed weights, which speed up linear layers on the CPU for short inputs.
 
-A matrix product of 4 to about 200 rows spends much of its time rearranging the weights for the
-processor, on every call. oneDNN can rearrange (pack) them once. Packed weights speed up questions
-and the decoding steps of a batch. Single rows and long prompts keep the plain product.
+A matrix product of 4 to about 200 rows spends much of its time rearranging the weights for the CPU,
+on every call. oneDNN can rearrange (pack) them once. Packed weights speed up questions and batched
+decoding steps. Single rows and long prompts use the plain product.
 """
 
 from __future__ import annotations
@@ -22,37 +22,37 @@ from blockattn_rag.kv.rope import relative_error
 
 logger = logging.getLogger("blockattn_rag")
 
-# Maximum share of the free memory for packed weights, which are a second copy.
+# Maximum share of free memory for packed weights, which are a second copy.
 _SHARE_OF_MEMORY = 0.25
 # Numbers of input rows for which packed weights are faster (benchmarks/packing.py).
 _PACKED_ROWS = range(4, 256)
 
 
 class _PackedForward:
-    """Replacement for the ``forward`` of a linear layer."""
+    """Replacement for a linear layer's ``forward``."""
 
     def __init__(self, linear: nn.Linear) -> None:
-        # A weak reference, because a reference cycle would keep the layer's weights in memory.
+        # A strong reference would be a cycle, which keeps the layer's weights in memory.
         self._linear = weakref.ref(linear)
         self._packed: Tensor | None = None
         self._made_of: tuple[int, int] | None = None
 
     def __reduce__(self) -> Any:
-        # A copied layer must pack its own weights, so packed weights are not copied.
+        # Packed weights are not copied, because a copied layer must pack its own weights.
         return type(self), (self._linear(),)
 
     def __call__(self, input: Tensor) -> Tensor:
         linear: Any = self._linear()
         weight, rows = linear.weight, input.numel() // input.shape[-1]
         if torch.is_grad_enabled() or not _is_plain(weight):
-            # The layer is in training or was moved. An optimizer may write undetected.
+            # The layer is being trained or was moved. Writes by an optimizer are not detected.
             self._packed = None
         elif rows in _PACKED_ROWS and _takes(input) and _is_available():
             return self.product(input)
         return nn.functional.linear(input, weight, linear.bias)
 
     def product(self, input: Tensor) -> Tensor:
-        """Output of the layer, computed with packed weights, for any number of rows."""
+        """Compute the layer's output with packed weights, for any number of rows."""
         linear: Any = self._linear()
         made_of = (linear.weight.data_ptr(), linear.weight._version)
         if self._packed is None or made_of != self._made_of:
@@ -61,11 +61,11 @@ class _PackedForward:
 
 
 def pack_linears(hf_model: nn.Module) -> int:
-    """Pack the weights of a model's linear layers, if this is faster and fits in memory.
+    """Pack the weights of a model's linear layers if this is faster and fits in memory.
 
-    Only float32 on an x86 CPU benefits. The model's parameters stay unchanged, so it can still be
-    saved and trained. If weights change while an engine uses the model, a new engine is needed,
-    because its stored KV is outdated, too.
+    Only float32 on x86 CPUs benefits. The model's parameters stay unchanged, so it can still be
+    saved and trained. If its weights change, create a new engine, because the stored KV is
+    outdated, too.
 
     Returns:
         Number of packed layers.
@@ -80,11 +80,11 @@ def pack_linears(hf_model: nn.Module) -> int:
 
 
 def _can_pack(module: nn.Module) -> TypeGuard[nn.Linear]:
-    """Whether a module is a plain linear layer, with the original or the packed ``forward``."""
+    """Whether a module is a plain linear layer with the original or the packed ``forward``."""
     if type(module) is not nn.Linear:
         return False
     forward = vars(module).get("forward")
-    # A packed layer is packed again, because its weights may have changed undetected.
+    # Packed layers are packed again, because undetected weight changes are possible.
     return _is_plain(module.weight) and (forward is None or type(forward) is _PackedForward)
 
 
@@ -108,7 +108,7 @@ def _packed_linear(input: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor
 
 @cache
 def _is_available() -> bool:
-    """Whether this build of PyTorch packs weights correctly. The functions used are not public."""
+    """Whether this build of PyTorch packs weights correctly, with functions that are not public."""
     if platform.machine().lower() not in ("x86_64", "amd64"):
         return False
     generator = torch.Generator().manual_seed(0)
@@ -123,7 +123,7 @@ def _is_available() -> bool:
 
 
 def free_memory(root: Path = Path("/sys/fs/cgroup")) -> int:
-    """Free memory of the machine in bytes, or of the container if its memory is limited."""
+    """Free memory in bytes, taking the memory limit of the container into account."""
     free = psutil.virtual_memory().available
     for limit, used in (
         ("memory.max", "memory.current"),

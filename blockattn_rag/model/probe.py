@@ -1,7 +1,7 @@
-"""Attention probe, which measures a model's attention and refuses models without exact block mode.
+"""Attention probe: measures a model's attention, and rejects models without exact block mode.
 
-Block mode is exact for a model if moving a block leaves its values unchanged and rotates its keys
-in a known way. Both are measured once, when the model is loaded.
+Block mode is exact for a model if moving a block does not change its values, and rotates its keys
+in a known way. Both are measured when the model is loaded.
 """
 
 from __future__ import annotations
@@ -34,13 +34,12 @@ from blockattn_rag.model.kinds import (
 )
 
 # Maximum relative error, by dtype, between two computations that are equal in exact arithmetic.
-# Rounding errors are far smaller, and wrong computations have errors near 1. Tolerances of 16-bit
-# types are wide, because cosine and sine are also rounded, and errors add up over layers.
+# Rounding errors are far smaller, and wrong computations have errors near 1. Tolerances for 16-bit
+# types are wide, because cosine and sine are also rounded, and errors accumulate over layers.
 LOGITS = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 3e-2, torch.bfloat16: 0.15}
-"""Tolerances of logits: block mode vs. the oracle, and relay vs. copy."""
+"""Tolerances for logits: block mode vs. the oracle, and relay vs. copy."""
 LOGITS_OF_OTHER_DTYPES = max(LOGITS.values())
-# Tolerances of keys and values. They are wider, because the rounding of angles depends on the
-# position.
+# Tolerances for keys and values are wider, because the rounding of angles depends on the position.
 _STATES = LOGITS | {torch.float64: 1e-3, torch.float32: 1e-3}
 _STATES_OF_OTHER_DTYPES = max(_STATES.values())
 
@@ -50,7 +49,7 @@ _UNLIMITED = 1 << 30
 
 
 class StateOutline(NamedTuple):
-    """Heads, head size and dtype of one layer's keys or values."""
+    """Number of heads, head size and dtype of one layer's keys or values."""
 
     heads: int
     size: int
@@ -65,9 +64,9 @@ class AttentionProfile:
         kinds: Kind of each layer.
         layouts: Rotary layout of each layer that stores keys and values. Layers with equal layouts
             share one object.
-        max_context_tokens: Maximum length of prompt and answer for which positions are exact.
-        token_outline: ``BlockKV.token_outline`` of this model's blocks.
-        key_error, value_error: Largest relative errors that the probe measured.
+        max_context_tokens: Maximum length of prompt plus answer for which positions are exact.
+        token_outline: The model's ``BlockKV.token_outline``.
+        key_error, value_error: Maximum relative errors measured by the probe.
     """
 
     kinds: tuple[LayerKind, ...]
@@ -98,12 +97,12 @@ def profile_attention(hf_model: PreTrainedModel) -> AttentionProfile:
     """Measure a model's attention.
 
     Raises:
-        UnsupportedModelError: block mode would change this model's answers. The message has the
+        UnsupportedModelError: block mode would change this model's answers. The message gives the
             reason.
     """
     if hf_model.config.is_encoder_decoder:
         raise refusal(
-            hf_model, "it is an encoder-decoder model, but only decoders can be split into blocks"
+            hf_model, "it is an encoder-decoder model, but block mode requires a decoder-only model"
         )
     limit = position_limit(hf_model.config)
     kinds, home, fits, value_error = _measure(hf_model, limit)
@@ -136,7 +135,7 @@ def _check_fused_rotations(layouts: Sequence[RotaryLayout], keys: Sequence[Tenso
 
 
 def position_limit(config: Any) -> int:
-    """Maximum context length with constant RoPE frequencies, in tokens, from the config."""
+    """Maximum context length in tokens for which the config keeps RoPE frequencies constant."""
     config = config.get_text_config(decoder=True)
     limit = int(getattr(config, "max_position_embeddings", 0) or _UNLIMITED)
     for rope in _rope_parameters(getattr(config, "rope_parameters", None)):
@@ -152,13 +151,13 @@ def position_limit(config: Any) -> int:
             original = rope.get("original_max_position_embeddings") or getattr(
                 config, "original_max_position_embeddings", None
             )
-            # The frequencies are constant up to this length, and change beyond it.
+            # The frequencies change beyond this length.
             limit = min(limit, int(original or limit))
     return limit
 
 
 def _rope_parameters(parameters: Any) -> Iterator[Mapping[str, Any]]:
-    """All RoPE settings of a config. Some models have separate settings for each layer type."""
+    """Iterate over a config's RoPE settings, which may differ by layer type."""
     if not isinstance(parameters, Mapping):
         return
     if "rope_type" in parameters or "rope_theta" in parameters:
@@ -180,8 +179,8 @@ def _measure(
     Also checks that values do not depend on positions.
 
     Returns:
-        The kinds, the probe's states, the fit of each layer that stores keys and values, and the
-        largest error of values.
+        The layers' kinds, the probe's states, the fit of each layer that stores keys and values,
+        and the maximum error of values.
     """
     offsets = [o for o in _PROBE_OFFSETS if o + _PROBE_TOKENS <= limit]
     offsets = offsets or [max(1, limit - _PROBE_TOKENS)]
@@ -190,7 +189,7 @@ def _measure(
     kinds = measured_kinds(hf_model, filled, seen)
     home = _states(filled, kinds)
     if any(states.shape[1] != _PROBE_TOKENS for pair in home for states in pair):
-        raise refusal(hf_model, "its cache has other tokens than the text")
+        raise refusal(hf_model, "its cache does not have one entry for each token")
     away = [(o, _states(probe_cache(hf_model, o), kinds)) for o in offsets]
     candidates = _frequencies(hf_model)
     tolerance = _STATES.get(hf_model.dtype, _STATES_OF_OTHER_DTYPES)
@@ -213,7 +212,7 @@ def _measure(
 
 
 class _Fit(NamedTuple):
-    """Fit of a layer's keys, and largest change of its values."""
+    """Fit of a layer's keys, and maximum change of its values."""
 
     keys: LayoutFit
     values: float
@@ -241,7 +240,7 @@ def _states(cache: DynamicCache, kinds: Sequence[LayerKind]) -> States:
 def _refuse_foresight(
     hf_model: PreTrainedModel, home: States, kinds: Sequence[LayerKind], tolerance: float
 ) -> None:
-    """Refuse a model without causal attention, because padding would change its blocks."""
+    """Reject a model without causal attention, because padding would change its blocks."""
     half = _PROBE_TOKENS // 2
     parts = _states(probe_cache(hf_model, 0, half), kinds)
     for whole, part in zip(home, parts, strict=True):
@@ -258,11 +257,11 @@ def _refuse_foresight(
 
 @torch.inference_mode()
 def _refuse_other_positions(hf_model: PreTrainedModel, kinds: Sequence[LayerKind]) -> None:
-    """Refuse a model without rotary positions, unless it has no positions at all.
+    """Reject a model without rotary positions, unless it has no positions at all.
 
     In a model without positions, the order of cached tokens has no effect, and equal tokens have
-    equal keys. The first test detects biases by distance (ALiBi), and the second test detects
-    positions that are added to embeddings or change a state.
+    equal keys. The first check detects distance biases (ALiBi). The second check detects positions
+    that are added to embeddings or affect a state.
     """
     if not any(kind.has_state for kind in kinds):
         cache = probe_cache(hf_model, repeated=True)
@@ -293,12 +292,12 @@ def probe_cache(
     *,
     repeated: bool = False,
 ) -> DynamicCache:
-    """Cache after a forward pass over fixed probe tokens at ``offset``. ``repeated``: one token,
-    repeated.
+    """Run a forward pass over fixed probe tokens at ``offset``, and return its cache. ``repeated``:
+    use a single token repeatedly.
 
     Raises:
         UnsupportedModelError: the model cannot run the probe.
-        ValueError: the model is in training mode, or autocast is on.
+        ValueError: the model is in training mode, or autocast is enabled.
     """
     check_ready(hf_model)
     generator = torch.Generator().manual_seed(0)
@@ -309,19 +308,19 @@ def probe_cache(
         cache = new_cache(hf_model.config)
         hf_model(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True)
     except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        reason = f"it fails on {tokens} tokens at {offset}: {error}"
+        reason = f"it fails on {tokens} tokens at position {offset}: {error}"
         raise ProbeError(hf_model, reason) from error
     return cache
 
 
 def check_ready(hf_model: PreTrainedModel) -> None:
-    """Refuse settings that change keys and values without changing the fingerprint.
+    """Reject settings that change keys and values without changing the fingerprint.
 
-    Autocast applies to one thread, but KV is shared with other threads and processes.
+    Autocast only applies to one thread, but KV is shared with other threads and processes.
 
     Raises:
-        ValueError: the model is in training mode, or autocast is on in this thread for the model's
-            device.
+        ValueError: the model is in training mode, or autocast is enabled in this thread for the
+            model's device.
     """
     if hf_model.training:
         raise ValueError(
@@ -332,9 +331,9 @@ def check_ready(hf_model: PreTrainedModel) -> None:
     if torch.is_autocast_enabled(kind):
         precision = torch.get_autocast_dtype(kind)
         raise ValueError(
-            f"Autocast to {precision} is on, but keys and values must be computed in the model's "
-            f"dtype, {hf_model.dtype}. Leave the torch.autocast context, or load the model with "
-            f"dtype={precision}"
+            f"Autocast to {precision} is enabled, but keys and values must be computed in the "
+            f"model's dtype {hf_model.dtype}: leave the torch.autocast context, or load the model "
+            f"with dtype={precision}"
         )
 
 
@@ -344,15 +343,15 @@ def vocabulary_size(hf_model: PreTrainedModel) -> int:
 
 
 def _frequencies(hf_model: PreTrainedModel) -> list[Tensor]:
-    """The distinct RoPE frequency tables among the model's buffers."""
+    """Distinct RoPE frequency tables in the model's buffers."""
     tables: list[Tensor] = []
     config: Any = hf_model.config.get_text_config(decoder=True)
     if size := getattr(config, "rotary_dim", None):
-        # GPT-J keeps cos and sin instead of frequencies.
+        # GPT-J stores cos and sin instead of frequencies.
         tables.append(10000.0 ** (-torch.arange(0, size, 2) / size))
     for name, buffer in hf_model.named_buffers():
         if name.endswith("inv_freq") and buffer.dim() == 1:
-            # Copied, because the model may overwrite its table after blocks have been stored.
+            # Copy the table, because the model may overwrite it after blocks have been stored.
             table = buffer.detach().float().cpu().clone()
             if not any(torch.equal(known, table) for known in tables):
                 tables += [table, -table]  # Some models rotate backwards.

@@ -1,4 +1,4 @@
-"""Quantized weights: quantized checkpoints, and weights that are quantized at load."""
+"""Quantized weights: checkpoints that are quantized, and quantization at load."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from blockattn_rag.errors import UnsupportedModelError
 from blockattn_rag.lazy import missing_extra
 
 WEIGHTS = ("int8", "nf4")
-"""Types of weights that linear layers are quantized to at load: 8-bit integers with a scale for
-each row (torchao), and 4-bit normal floats (bitsandbytes). Activations are not quantized."""
+"""Types that the weights of linear layers can be quantized to at load: 8-bit integers with a scale
+per row (torchao), and 4-bit NormalFloat (bitsandbytes). Activations are not quantized."""
 
 _PACKAGES = {
     "awq": ("gptqmodel",),
@@ -32,25 +32,25 @@ _PACKAGES = {
     "quark": ("amd-quark",),
     "torchao": ("torchao",),
 }
-"""Packages that transformers needs to load a quantized checkpoint, apart from accelerate."""
+"""Packages that transformers requires to load a quantized checkpoint, in addition to accelerate."""
 _MODULES = {"amd-quark": "quark"}
 _MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of malloc.h
-# Attribute of bitsandbytes' 4-bit layers that enables a kernel, which takes multiples of 32 outputs
-# and complete blocks of inputs.
+# Attribute of bitsandbytes' 4-bit layers that enables a kernel. The kernel requires a multiple of
+# 32 outputs, and complete blocks of inputs.
 _CPU_KERNEL, _KERNEL_ROWS = "support_avx512bf16_for_cpu", 32
-# transformers dequantizes these at load only on machines without a GPU.
+# transformers dequantizes these at load, but only on machines without a GPU.
 _DEQUANTIZED_ON_CPU = ("fp8", "mxfp4")
-# transformers dequantizes these in the first forward pass, which changes weights after loading.
+# transformers dequantizes these in the first forward pass, which would change loaded weights.
 _DEQUANTIZED = ("compressed-tensors",)
 _INEXACT = {
     "bitsandbytes_8bit": "LLM.int8 quantizes activations, and its outliers depend on all tokens of "
-    "a forward pass, so that a block's keys and values depend on other blocks. Use a checkpoint in "
-    "4 bits, or the original checkpoint with dtype='int8'",
+    "a forward pass, so a block's keys and values would depend on other blocks. Use a 4-bit "
+    "checkpoint, or the original checkpoint with dtype='int8'",
 }
 
 
 def quantization_of(config: Any) -> dict[str, Any]:
-    """The quantization settings of a checkpoint's config. Empty if its weights are plain."""
+    """Quantization settings in a checkpoint's config. Empty if the weights are not quantized."""
     configs = (config, config.get_text_config(decoder=True))
     found = (getattr(one, "quantization_config", None) for one in configs)
     settings: Any = next(filter(None, found), {})
@@ -58,10 +58,10 @@ def quantization_of(config: Any) -> dict[str, Any]:
 
 
 def check_quantization(name: str, settings: Mapping[str, Any]) -> None:
-    """Refuse a checkpoint that cannot be loaded or used, before its weights are downloaded.
+    """Reject an unsupported checkpoint before its weights are downloaded.
 
     Raises:
-        ImportError: a package is missing; the message says how to install it.
+        ImportError: a package is missing. The message contains the command that installs it.
         UnsupportedModelError: block mode is not exact for this quantization, or transformers does
             not support the quantization.
     """
@@ -77,13 +77,13 @@ def check_quantization(name: str, settings: Mapping[str, Any]) -> None:
     if method != "bitsandbytes" and method not in AUTO_QUANTIZATION_CONFIG_MAPPING:
         raise UnsupportedModelError(
             f"{name} is quantized with {method!r}, which this version of transformers does not "
-            "support; use another checkpoint of the model."
+            "support: use another checkpoint of the model."
         )
     packages = ("accelerate", *_PACKAGES.get(method, ()))
     missing = [package for package in packages if not _is_installed(package)]
     if missing:
         raise ImportError(
-            f"{name} is quantized with {method}. Loading it needs {' and '.join(missing)}; run "
+            f"{name} is quantized with {method}. Loading it needs {' and '.join(missing)}: run "
             f"`pip install {' '.join(missing)}`"
         )
 
@@ -96,26 +96,25 @@ def _is_installed(package: str) -> bool:
 def loading_arguments(
     name: str, config: Any, dtype: str | torch.dtype, device: str
 ) -> dict[str, Any]:
-    """Arguments of ``from_pretrained``: the dtype, and how weights are quantized or dequantized.
+    """Arguments for ``from_pretrained``: the dtype, and how to quantize or dequantize weights.
 
     Args:
         config: The checkpoint's config.
-        dtype: Type of the weights: one of ``WEIGHTS``, a dtype, or ``"auto"``.
+        dtype: Weight type: one of ``WEIGHTS``, a dtype, or ``"auto"``.
         device: Device that the weights are loaded to. On ``"cpu"``, ``"auto"`` is float32, unless
             the weights stay quantized.
 
     Raises:
         ImportError, UnsupportedModelError: see ``check_quantization``.
-        ValueError: the checkpoint is quantized already, and ``dtype`` is one of ``WEIGHTS``.
+        ValueError: the checkpoint is already quantized, and ``dtype`` is one of ``WEIGHTS``.
     """
     settings = quantization_of(config)
     check_quantization(name, settings)
     if dtype in WEIGHTS:
         if settings:
             raise ValueError(
-                f"Found dtype={dtype!r}, which quantizes weights at load, but {name} is quantized "
-                "already, with "
-                f"{settings.get('quant_method')}; leave dtype out"
+                f"dtype={dtype!r} quantizes weights at load, but {name} is already quantized with "
+                f"{settings.get('quant_method')}: omit dtype"
             )
         return {"device_map": device, **_quantized_at_load(str(dtype))}
     arguments: dict[str, Any] = {"dtype": dtype}
@@ -126,7 +125,7 @@ def loading_arguments(
             arguments["config"] = copy.deepcopy(config)
             arguments["config"].quantization_config = {**settings, "dequantize": True}
     if dtype == "auto" and device == "cpu" and (not settings or "config" in arguments):
-        # Convert while loading: in the config's dtype, weights with more bits would be rounded.
+        # Convert during loading: in the config's dtype, weights with more bits would be rounded.
         arguments["dtype"] = torch.float32
     return arguments
 
@@ -139,7 +138,7 @@ def _quantized_at_load(weights: str) -> dict[str, Any]:
                 f"Loading with dtype={weights!r} needs {missing_extra(needed, 'quantized')}"
             )
     # Compute in bfloat16. In float32, torchao converts all weights for each token, which takes ten
-    # times as long, and bitsandbytes still rounds to bfloat16 on processors that support it.
+    # times as long, and bitsandbytes still rounds to bfloat16 on CPUs that support it.
     dtype = torch.bfloat16
     config: Any
     if weights == "int8":
@@ -154,9 +153,9 @@ def _quantized_at_load(weights: str) -> dict[str, Any]:
 
 @contextmanager
 def small_heap() -> Iterator[None]:
-    """Return the memory of original weights to the system as soon as they are quantized.
+    """Context in which the memory of original weights is freed as soon as they are quantized.
 
-    By default, glibc keeps most of this memory, so that a load would take as much memory as the
+    By default, glibc keeps most of this memory, so loading would take as much memory as the
     original weights.
     """
     if platform.libc_ver()[0] != "glibc":
@@ -167,13 +166,13 @@ def small_heap() -> Iterator[None]:
     try:
         yield
     finally:
-        # This is the largest threshold that glibc chooses by itself.
+        # The largest threshold that glibc would choose itself.
         libc.mallopt(_MMAP_THRESHOLD, 32 << 20)
         libc.malloc_trim(0)
 
 
 def allow_all_shapes(hf_model: nn.Module) -> None:
-    """Turn off a kernel of bitsandbytes for the layers whose shape it does not support."""
+    """Disable a kernel of bitsandbytes for layers whose shape it does not support."""
     for module in hf_model.modules():
         if hasattr(module, _CPU_KERNEL):
             layer: Any = module

@@ -1,11 +1,11 @@
-"""Recomputation of a share of the passages' tokens, chosen by the question, with full attention.
+"""Recomputation: the passage tokens that matter most to the question get full attention.
 
-Block mode computes each passage alone. Recomputation chooses the tokens that the question attends
-to most in the last third of the layers (``measured_layers``), and computes them again with
-attention to everything before them. The other tokens keep their keys and values. This costs two
-more forward passes: one over the question, which measures attention, and one over the chosen
-tokens. CacheBlend (arXiv 2405.16444) also recomputes tokens; ProphetKV and QCFuse also choose
-tokens by the question. ``benchmarks/results/quality`` compares ways to choose.
+Block mode encodes each passage independently. Recomputation selects the tokens that the question
+attends to most in the last third of the layers (``measured_layers``), and recomputes them with
+attention to everything before them. The other tokens keep their keys and values. This takes two
+more forward passes: one over the question, to measure attention, and one over the chosen tokens.
+CacheBlend (arXiv 2405.16444) also recomputes tokens; ProphetKV and QCFuse also select tokens by the
+question. ``benchmarks/results/quality`` compares selection methods.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from blockattn_rag.model.relay_attention import OTHER_ATTENTION, enable_relay, l
 
 
 def tokens_to_recompute(lengths: Sequence[int], may_change: Sequence[bool], share: float) -> int:
-    """Number of tokens that ``recompute`` recomputes for any question.
+    """Number of tokens that ``recompute`` recomputes, which is the same for every question.
 
     Args:
         lengths: Number of tokens of each context block.
@@ -54,19 +54,19 @@ def recompute(
     """Recompute tokens of a context for one question.
 
     Args:
-        model: The model; see ``check_can_recompute``. The caller must hold its lock.
+        model: Model that passes ``check_can_recompute``. The caller must hold its lock.
         context: The context, with reordered positions.
         may_change: Whether the tokens of each block may be chosen. True only for passages after the
-            prompt's first block, because the first block has nothing before it to attend to.
+            prompt's first block, because nothing precedes the first block.
         final_ids: Token ids of the final block.
-        share: Share of the tokens that may be chosen.
+        share: Share of the tokens that may be chosen, from 0 to 1.
 
     Returns:
-        The context as a single block, and the recomputed tokens' indices in it, in order. If the
-        share is less than half a token: the given context and no tokens.
+        The context as a single block, and the sorted indices of the recomputed tokens in it. If the
+        share is less than half a token: the unchanged context and no indices.
 
     Raises:
-        ValueError: the model is in training mode, or autocast is on.
+        ValueError: the model is in training mode, or autocast is enabled.
     """
     check_ready(model.hf_model)
     count = tokens_to_recompute(context.lengths, may_change, share)
@@ -82,10 +82,10 @@ def recompute(
 def with_recomputed(
     model: BlockModel, context: Context, chosen: Sequence[int], cache: ContextCache | None = None
 ) -> Context:
-    """The context as a single block, with the chosen tokens recomputed.
+    """Recompute the chosen tokens, and return the context as a single block.
 
     Args:
-        chosen: Indices of at least one token, in order.
+        chosen: Sorted indices of at least one token.
         cache: A copied cache of the context that keeps all tokens. It must not be used afterwards.
     """
     if cache is None:
@@ -96,8 +96,8 @@ def with_recomputed(
     layers: Any = cache.layers
     kinds = [*model.profile.kinds]
     while layers:
-        # Copy each layer, because the cache has room for more tokens. Only one layer at a time
-        # exists twice.
+        # Copy each layer, because the cache has room for more tokens. Only one layer exists twice
+        # at a time.
         layer = layers.pop(0)
         if kinds.pop(0).stores:
             keys.append(layer.keys[0].clone())
@@ -114,7 +114,7 @@ def with_recomputed(
 
 
 def _copied(model: BlockModel, context: Context) -> ContextCache:
-    """A copied cache of a context, with all of its tokens in every layer."""
+    """Create a copied cache of a context, with all tokens in every layer."""
     config, profile = model.hf_model.config, model.profile
     return copied_cache(config, [context], profile.layouts, profile.kinds, keeps_all=True)
 
@@ -122,17 +122,17 @@ def _copied(model: BlockModel, context: Context) -> ContextCache:
 def choose_tokens(
     received: Tensor, lengths: Sequence[int], may_change: Sequence[bool], count: int
 ) -> list[int]:
-    """Indices of the tokens that receive the most attention, in order, which are to be recomputed.
+    """Sorted indices of the tokens that receive the most attention, which should be recomputed.
 
     Args:
-        received: Attention that each token of the context receives, ``[tokens]`` float32.
+        received: Attention that each context token receives, ``[tokens]`` float32.
         lengths: Number of tokens of each context block.
         may_change: Whether the tokens of each block may be chosen.
         count: Number of tokens to choose.
     """
     tokens = torch.tensor(lengths, dtype=torch.int64)
     allowed = torch.tensor(may_change).repeat_interleave(tokens).to(received.device)
-    # Not `topk`, whose choice among equal scores differs between devices.
+    # Not `topk`, because its choice among equal scores differs between devices.
     ranked = received.masked_fill(~allowed, -1.0).sort(descending=True, stable=True).indices
     return sorted(ranked[:count].tolist())
 
@@ -140,14 +140,14 @@ def choose_tokens(
 def can_recompute(model: BlockModel | CheckpointModel) -> bool:
     """Whether a model can recompute tokens.
 
-    In process, relay must compute the attention of all layers, and no layer may have latents or a
-    state. In vLLM, each layer must attend to its own keys and values without a window, because vLLM
-    keeps no pages outside of windows, and positions must not be multimodal (M-RoPE)."""
+    In process, relay attention must support all layers, and no layer may have latents or a state.
+    In vLLM, each layer must attend to its own keys and values without a window, because vLLM keeps
+    no pages outside of windows, and positions must not be multimodal (M-RoPE)."""
     kinds = model.profile.kinds
     if isinstance(model, CheckpointModel):
         config: Any = model.config.get_text_config(decoder=True)
         rotary = getattr(config, "rope_parameters", None) or {}
-        # Releases of transformers without shared kinds leave out layers that share keys and values.
+        # Older transformers releases leave out layers that share keys and values.
         has_all_layers = len(kinds) == config.num_hidden_layers
         is_plain = has_all_layers and all(k.is_attention and k.window is None for k in kinds)
         return is_plain and "mrope_section" not in rotary
@@ -156,18 +156,18 @@ def can_recompute(model: BlockModel | CheckpointModel) -> bool:
 
 
 def check_can_recompute(model: BlockModel | CheckpointModel) -> None:
-    """Raise UnsupportedModelError if a model cannot recompute tokens."""
+    """Raise ``UnsupportedModelError`` if a model cannot recompute tokens."""
     if model.profile.has_states:
         raise UnsupportedModelError(
-            f"{model.name} cannot recompute tokens: it is a hybrid model, whose state layers "
-            "compute tokens one after the other; use a recipe with recompute=0, such as promote=1"
+            f"{model.name} cannot recompute tokens, because the state layers of hybrid models "
+            "process tokens in sequence: use a recipe with recompute=0, such as promote=1"
         )
     if not can_recompute(model):
         is_served = isinstance(model, CheckpointModel)
         windows = "sliding windows, multimodal positions, " if is_served else ""
         raise UnsupportedModelError(
-            f"{model.name} cannot recompute tokens here: it has {windows}multi-head latent "
-            f"attention, or {OTHER_ATTENTION}; use a recipe with recompute=0"
+            f"{model.name} cannot recompute tokens here, because it has {windows}multi-head latent "
+            f"attention, or {OTHER_ATTENTION}: use a recipe with recompute=0"
         )
 
 
@@ -178,8 +178,8 @@ def attention_to_context(
     cache: ContextCache | None = None,
     layers: Collection[int] | None = None,
 ) -> Tensor:
-    """Attention of the final block to each token of the context, ``[tokens]`` float32, summed over
-    layers, and averaged over heads and the final block's tokens.
+    """Measure the attention of the final block to each context token: ``[tokens]`` float32, summed
+    over layers, and averaged over heads and the final block's tokens.
 
     Args:
         cache: A copied cache of the context that keeps all tokens. It is unchanged afterwards.
@@ -201,8 +201,8 @@ def attention_to_context(
 
 
 def measured_layers(windows: Mapping[int, int | None]) -> list[int]:
-    """The last third of the layers without sliding windows, because windows hide most passages. If
-    all layers have windows, the last third of all layers.
+    """The last third of the layers without sliding windows, because most passages lie outside a
+    window. If all layers have windows, the last third of all layers.
 
     Args:
         windows: Sliding window of each layer.
@@ -212,7 +212,7 @@ def measured_layers(windows: Mapping[int, int | None]) -> list[int]:
 
 
 class _ReplacingLayer(DynamicLayer):
-    """Layer that replaces the keys and values of some tokens with the forward pass's results.
+    """Cache layer in which a forward pass replaces the keys and values of some tokens.
 
     Args:
         layer: Layer whose tensors are changed.
@@ -238,7 +238,7 @@ class _ReplacingLayer(DynamicLayer):
 def _compute(
     model: BlockModel, context: Context, cache: ContextCache, chosen: Sequence[int]
 ) -> None:
-    """Compute the chosen tokens with full attention, and replace their keys and values."""
+    """Recompute the chosen tokens with full attention, and replace their keys and values."""
     ids = context.token_ids
     places = torch.tensor(chosen, device=model.device)
     layers: Any = cache.layers

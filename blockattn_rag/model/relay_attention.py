@@ -1,8 +1,8 @@
-"""Relay attention in transformers: an attention function that models call by name.
+"""Relay attention for transformers: an attention function that models call by name.
 
-Model code stays unchanged. The function is registered with transformers and selected in the model.
-It calls the model's original attention, unless the cache of the running forward has its own
-(``ContextCache.attention``).
+Model code stays unchanged: the function is registered with transformers, and selected in the
+model's config. It calls the model's original attention, unless the cache of the running forward
+pass has its own (``ContextCache.attention``).
 """
 
 from __future__ import annotations
@@ -54,20 +54,20 @@ from blockattn_rag.model.probe import (
     vocabulary_size,
 )
 
-OTHER_ATTENTION = "layers, masks or attention code of its own"
-"""Reason in messages why a model does not support relay attention."""
+OTHER_ATTENTION = "custom layers, masks or attention code"
+"""Reason why a model does not support relay attention, used in messages."""
 
 _PREFIX = "blockattn_relay_"
 _logger = logging.getLogger(__name__)
 
 
 def enable_relay(hf_model: PreTrainedModel) -> None:
-    """Make a model use the attention of the running cache, if the cache has its own."""
+    """Make a model use the running cache's attention, if the cache has its own."""
     note_caches(hf_model)
     original = hf_model.config._attn_implementation
     if original.startswith(_PREFIX):
         return
-    # Transformers would interpret a name with "flash" or a slash as one of its own kernels.
+    # Transformers interprets names with "flash" or a slash as its own kernels.
     name = _PREFIX + re.sub("flash|/", "_", original)
     AttentionInterface.register(name, _attention_function(original))
     AttentionMaskInterface.register(name, _mask_function(original))
@@ -75,12 +75,12 @@ def enable_relay(hf_model: PreTrainedModel) -> None:
 
 
 class CausalAttention:
-    """Attention to all earlier tokens in a copied cache, for one row without padding."""
+    """Plain causal attention over a copied cache, for one row without padding."""
 
     takes_mask = False
 
     def attend(self, _: int, inputs: AttentionInputs) -> Tensor:
-        """See ``RelayPlan.attend``. Keys and values are those of context and tail."""
+        """See ``RelayPlan.attend``. ``inputs`` contain the keys and values of context and tail."""
         assert inputs.cap is None  # see `is_plain`
         assert inputs.sinks is None
         return attend_causal(inputs.query, inputs.key, inputs.value, inputs.scale)
@@ -122,8 +122,8 @@ def _mask_function(original: str) -> Any:
         own = _running_attention()
         if own is None:
             if original == "sdpa" and getattr(kwargs.get("config"), "num_kv_shared_layers", None):
-                # In models whose shared layers compute only the last tokens, no mask would mean
-                # causal attention, unless the attention is named "sdpa". That would be wrong.
+                # Without a mask, attention would be causal unless it is named "sdpa". That is wrong
+                # if shared layers only compute the last tokens.
                 kwargs["allow_is_causal_skip"] = False
             return ALL_MASK_ATTENTION_FUNCTIONS[original](*args, **kwargs)
         return sdpa_mask(*args, **kwargs) if own.takes_mask else None
@@ -132,7 +132,7 @@ def _mask_function(original: str) -> Any:
 
 
 def tail_mask(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
-    """Mask over the tail, True where a token is visible. In transformers, None means causal."""
+    """Boolean mask over the tail, True for visible tokens. In transformers, None means causal."""
     if mask is not None:
         return mask if mask.dtype == torch.bool else mask >= 0
     rows, columns = query.shape[2], key.shape[2]
@@ -152,13 +152,13 @@ def last_logits(
 ) -> Tensor:
     """Logits ``[count, vocab]`` after each of the last ``count`` tokens of ``ids`` ``[1, n]``.
 
-    ``ids`` follow the tokens in ``cache``. ``computes_all``: see ``logits_to_keep``.
+    ``ids`` follow the tokens in ``cache``. ``computes_all``: See ``logits_to_keep``.
     """
     if isinstance(cache, ContextCache) and cache.takes_one_token and ids.shape[1] > 1:
         steps = [last_logits(hf_model, one, cache, 1) for one in ids.split(1, dim=1)]
         return torch.cat(steps[-count:])
     start = 0 if cache is None else cache.get_seq_length()
-    # Pass positions, because some models count from 0 whatever the cache contains.
+    # Pass positions, because some models count from 0 regardless of the cache.
     positions = torch.arange(start, start + ids.shape[1], device=hf_model.device)[None]
     with torch.inference_mode(), isolated_caches():
         out = hf_model(
@@ -174,10 +174,10 @@ def last_logits(
 def relay_is_exact(
     hf_model: PreTrainedModel, profile: AttentionProfile, reads: Mapping[int, LayerReads]
 ) -> bool:
-    """Enable relay attention, and test whether its logits equal those of the copy path.
+    """Enable relay attention, and test whether its logits match those of the copy path.
 
-    Models with layers, masks, soft caps or attention sinks that relay attention does not compute
-    are rejected without a test, because a short probe might not reveal the difference.
+    Returns False without a test for models with layers, masks, soft caps or attention sinks that
+    relay attention does not support, because a short probe might not reveal the difference.
 
     Raises the same errors as ``check_ready``.
     """
@@ -185,7 +185,7 @@ def relay_is_exact(
     if not all(index in reads or kind.attention == "none" for index, kind in enumerate(kinds)):
         return False
     seen = _seen(hf_model)
-    # Older versions of transformers cache nothing for shared layers, so these layers have no kind.
+    # Older transformers releases cache nothing for shared layers, so these layers have no kind.
     if seen.keys() != reads.keys():
         return False
     for index, (_, window, _) in reads.items():
@@ -196,7 +196,7 @@ def relay_is_exact(
         return False
     enable_relay(hf_model)
     context, final = _probe(hf_model, profile)
-    # Joining is disabled, so that these small blocks are read one by one.
+    # Disable joining, so that these small blocks are read one by one.
     joins = JoinLimits(prefill_tokens=0, decode_tokens=0)
 
     def relay() -> ContextCache:
@@ -206,7 +206,7 @@ def relay_is_exact(
 
 
 def _settings(hf_model: PreTrainedModel) -> set[str]:
-    """Names of the model's settings that change attention scores; see ``SeenAttention``."""
+    """Names of the model settings that change attention scores; see ``SeenAttention``."""
     config = hf_model.config.get_text_config(decoder=True)
     capped = getattr(config, "attn_logit_softcapping", None) is not None
     sinks = any(name.endswith("sinks") for name, _ in hf_model.named_parameters())
@@ -220,8 +220,8 @@ def _seen(hf_model: PreTrainedModel) -> dict[int, SeenAttention]:
 
 
 def is_plain(hf_model: PreTrainedModel, profile: AttentionProfile) -> bool:
-    """Whether all attention is full and plain, as the kernels of a GPU compute it. Relay must be
-    exact for the model."""
+    """Whether all attention is full and plain, as GPU kernels require. Relay must be exact for the
+    model."""
     kinds = (kind for kind in profile.kinds if kind.attention != "none")
     return all(kind == PLAIN for kind in kinds) and not any(
         layer.settings for layer in _seen(hf_model).values()
@@ -235,21 +235,21 @@ def relay_cache(
     reads: Mapping[int, LayerReads],
     joins: JoinLimits | None = None,
 ) -> RelayCache:
-    """New cache that reads the contexts' blocks in place. States are not set.
+    """Create a cache that reads the contexts' blocks in place. States are not set.
 
-    ``reads``: As ``measured_reads`` returns them.
+    ``reads``: The result of ``measured_reads``.
     """
     plan = RelayPlan(contexts, profile.layouts, hf_model.device, joins=joins, layers=reads)
     return RelayCache(plan, new_cache(hf_model.config).layers, profile.kinds)
 
 
 def graph_runner(hf_model: PreTrainedModel, profile: AttentionProfile) -> GraphRunner | None:
-    """Runner of single requests, tested against the logits of the model's own attention.
+    """Create a runner for single requests, and test its logits against the model's own attention.
 
-    Relay must be exact for the model. Returns None without Triton or a GPU with 16-bit matrix
-    units, or if the kernel fails.
+    Relay must be exact for the model. Returns None if the kernel fails, or without Triton and a GPU
+    with 16-bit matrix units.
     """
-    # The addresses of states differ between requests.
+    # States have a different address in each request, so graphs cannot use them.
     if profile.has_states or not is_plain(hf_model, profile):
         return None
     outlines = {states for layer in profile.layer_outlines for states in layer}
@@ -268,14 +268,14 @@ def graph_runner(hf_model: PreTrainedModel, profile: AttentionProfile) -> GraphR
                 return None
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # noqa: BLE001 -- Triton passes on compilers' errors
-        _logger.warning("Single requests copy their blocks, because Triton failed: %s", error)
+    except Exception as error:  # noqa: BLE001 -- Triton raises compiler errors
+        _logger.warning("Single requests will copy blocks, because Triton failed: %s", error)
         return None
     return runner
 
 
 def causal_is_exact(hf_model: PreTrainedModel, profile: AttentionProfile) -> bool:
-    """Test whether the logits of ``attend_causal`` equal those of the model's own attention.
+    """Test whether the logits of ``attend_causal`` match those of the model's own attention.
 
     Relay must be exact for the model. False if the flash kernel is missing or fails.
     """
@@ -296,7 +296,7 @@ def causal_is_exact(hf_model: PreTrainedModel, profile: AttentionProfile) -> boo
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:  # This GPU or PyTorch lacks the kernel.
-        _logger.warning("Single requests use relay, because PyTorch's flash failed: %s", error)
+        _logger.warning("Single requests will use relay, because PyTorch's flash failed: %s", error)
         return False
 
 
@@ -306,7 +306,7 @@ def _probe(
     sizes: tuple[int, int, int] = (7, 7, 7),
     seed: int = 2,
 ) -> tuple[Context, Tensor]:
-    """A context of two blocks, and a final block ``[1, n]``."""
+    """Create a context of two blocks, and a final block ``[1, n]``."""
     generator = torch.Generator().manual_seed(seed)
     vocabulary = vocabulary_size(hf_model)
     *blocks, final = (torch.randint(vocabulary, (n,), generator=generator) for n in sizes)
@@ -321,7 +321,7 @@ def _equals_copies(
     final: Tensor,
     cache: Callable[[], ContextCache | None],
 ) -> bool:
-    """Whether new caches give the logits of the model's own attention over copied blocks."""
+    """Whether new caches give the same logits as the model's own attention over copied blocks."""
     for tokens in sorted({final.shape[1], 7, 1}, reverse=True):  # Lengths of prefill and decoding.
         copied = copied_cache(hf_model.config, [context], profile.layouts, profile.kinds)
         expected = last_logits(hf_model, final[:, :tokens], copied, 1)

@@ -1,39 +1,39 @@
-"""Loop detection, which ends answers that repeat themselves.
+"""Loop detection: ends answers that repeat themselves.
 
 With greedy decoding, a small model may repeat the same words until the token limit. The following
-rule applies in block and full mode, in batches and in streams.
+rules apply in block and full mode, with batching and streaming.
 
-An answer repeats itself when it ends with consecutive copies of one unit of at most
-``LONGEST_UNIT`` tokens. The required number of copies depends on the unit:
+An answer repeats itself if it ends with consecutive copies of a unit of at most ``LONGEST_UNIT``
+tokens. The number of copies required depends on the unit:
 
-- Prose consists mostly of sentences, that is, of words next to words (``is_prose``). It needs
+- Prose consists mostly of sentences, meaning words next to words (``is_prose``). It needs
   ``TEXT_COPIES`` copies that fill ``TEXT_TOKENS`` tokens of free text, or ``STRING_COPIES`` copies
-  that fill ``STRING_TOKENS`` tokens of one JSON string. The copies must also fill ``CHARACTERS``
+  that fill ``STRING_TOKENS`` tokens of a JSON string. The copies must also fill ``CHARACTERS``
   characters per required token.
 - Words without a sentence, such as ``the`` or ``Berlin,``, are treated like prose, but need
   ``TEXT_WORD_COPIES`` or ``STRING_WORD_COPIES`` copies (``is_words``).
-- Other text with a word, such as rows of tables, lines of code and constants, is often equal. It
-  needs ``DATA_COPIES`` copies that fill ``DATA_TOKENS`` tokens.
-- Text without a word is never a repetition: numbers (including ``0x00`` and ``0.0f``), rules,
-  blanks, empty cells.
+- Other text with words, such as table rows, lines of code and constants, often repeats
+  legitimately. It needs ``DATA_COPIES`` copies that fill ``DATA_TOKENS`` tokens.
+- Text without words never counts as repetition: numbers (including ``0x00`` and ``0.0f``),
+  horizontal rules, blanks, empty cells.
 
-The effect depends on where the repetition occurs:
+What happens depends on where the repetition occurs:
 
 - Free text ends at the repetition.
-- With a grammar, a JSON string that repeats itself must end: only tokens that close the string are
-  allowed, as soon as its schema allows one. Later strings of the answer end sooner, once their last
+- With a grammar, a JSON string that repeats itself is closed: only closing tokens are allowed, as
+  soon as the schema allows one. Later strings in the answer are closed sooner, once their last
   ``LATER_TOKENS`` tokens continue the same loop.
-- Text around JSON, allowed by structural tags and by grammars with ``%json``, counts as free text:
-  only the end of the answer is allowed, as soon as the grammar allows it. In such text, JSON begins
-  at ``{`` or ``[``. It ends at the matching bracket, or at a character that is invalid in JSON. A
-  string outside brackets is text.
-- Elsewhere, only the grammar applies.
+- Text around JSON, which structural tags and grammars with ``%json`` allow, counts as free text:
+  the answer must end as soon as the grammar allows it. In this text, JSON begins at ``{`` or ``[``,
+  and ends at the matching bracket, or at a character that is invalid in JSON. A string outside
+  brackets is text.
+- Everywhere else, only the grammar applies.
 
 ``finish_reason`` is ``"repetition"`` in all cases, unless the answer is cut off later. The repeated
 text stays in the answer.
 
-The guard is active only for greedy decoding without beams and without further arguments of
-transformers' ``generate``. An explicit ``do_sample=False`` is such an argument, and disables it.
+The guard is only active for greedy decoding without beams and without extra arguments for
+transformers' ``generate``. Even an explicit ``do_sample=False`` disables it.
 """
 
 from __future__ import annotations
@@ -49,34 +49,34 @@ from numpy.typing import NDArray
 from blockattn_rag.output.grammar import Grammar
 
 TEXT_TOKENS = 128
-"""Tokens of free text that the copies of prose must fill."""
+"""Minimum total tokens of the copies of prose in free text."""
 
 STRING_TOKENS = 64
-"""Tokens of a JSON string that the copies of prose must fill. Fewer than in free text, so that the
-rest of the object still fits in the answer."""
+"""Minimum total tokens of the copies of prose in a JSON string. Fewer than in free text, so that
+the rest of the object still fits in the answer."""
 
 CHARACTERS = 3
-"""Characters that the copies of prose must fill for each of these tokens. They decide in languages
-that a tokenizer splits into characters or bytes."""
+"""Minimum characters of the copies of prose for each of these tokens. This limit matters in
+languages that the tokenizer splits into characters or bytes."""
 
 TEXT_COPIES = 5
-"""Copies of prose that count as a loop in free text, in which a refrain or a letter may occur a few
-times."""
+"""Number of copies of prose that count as a loop in free text, where a refrain or a letter may
+occur a few times."""
 
 STRING_COPIES = 2
-"""Copies of prose that count as a loop in a JSON string."""
+"""Number of copies of prose that count as a loop in a JSON string."""
 
 TEXT_WORD_COPIES, STRING_WORD_COPIES = 64, 32
-"""Copies of words without a sentence that count as a loop in free text, and in a JSON string."""
+"""Number of copies of words without a sentence that count as a loop in free text, and in JSON."""
 
 DATA_TOKENS = 2048
-"""Tokens that the copies of other text must fill."""
+"""Minimum total tokens of the copies of other text."""
 
 DATA_COPIES = 512
-"""Copies of other text that count as a loop."""
+"""Number of copies of other text that count as a loop."""
 
 LATER_TOKENS = 16
-"""Number of tokens of a known loop that end a later JSON string. A common phrase has fewer."""
+"""Number of tokens of a known loop that close a later JSON string. Common phrases are shorter."""
 
 LONGEST_UNIT = 128
 """Maximum length of a unit in tokens."""
@@ -90,44 +90,44 @@ _OUTSIDE_STRINGS = frozenset('{}[]:,"+-.0123456789Eetruefalsn \t\r\n')
 _PERIODS = np.arange(1, LONGEST_UNIT + 1)
 
 _MARKS = ".,;:!?…\"'“”‘’«»()[]*_-–—。，、；：！？「」『』।؟،۔"
-"""Punctuation of prose. Other characters, such as ``|``, ``=`` and ``<``, make a token data."""
+"""Punctuation of prose. A token with other characters, such as ``|``, ``=`` or ``<``, is data."""
 
 _WORD = re.compile(r"[^\W\d_](?:[^\W\d_]|[^\x00-\x7f]|['-](?=[^\W\d_]))*")
 _PAUSES = ".,;:!?…،؛。、，；：！？"
 _CONSTANT = re.compile(r"null|none|nil|true|false|nan|inf|na|nop|[0-9a-f]+", re.IGNORECASE)
-_BASES = re.compile("[ACGTUN]+")  # Letters of the bases of DNA and RNA.
+_BASES = re.compile("[ACGTUN]+")  # Letters of DNA and RNA bases.
 _SENTENCE_END = re.compile(r"[.!?…।؟۔][*_”’»]*(?!\S)|[。！？][”’」』]*")
 
 _UNSPACED = r"\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3000-\u30ff\u3400-\u9fff\uff00-\uff0f"
 _CHARACTER_END = re.compile(rf"(?<=[{_UNSPACED}])(?=\w)")
-"""Border after a character of a script without spaces, where each character counts as a word."""
+"""End of a character in a script without spaces, where each character counts as a word."""
 
 Decode = Callable[[Sequence[int]], str]
 """Function that decodes token ids to text."""
 
 
-@lru_cache(maxsize=4 * LONGEST_UNIT)  # The units of one loop differ in their first token.
+@lru_cache(maxsize=4 * LONGEST_UNIT)  # The unit of a loop can start at any of its tokens.
 def is_prose(copies: str) -> bool:
-    """Whether the text of three copies of a unit consists mostly of sentences.
+    """Whether three copies of a unit consist mostly of sentences.
 
-    In text with line breaks, a sentence is a line that ends like one. Text without line breaks may
-    be part of a sentence that never ends.
+    In text with line breaks, a sentence is a line that ends like a sentence. Text without line
+    breaks may be part of a sentence that never ends.
     """
     text = copies.replace("\\n", "\n").replace('\\"', '"')  # Undo the escapes of JSON strings.
     text = _CHARACTER_END.sub(" ", text)
-    # A unit may begin anywhere, so the first and the last line or word may be incomplete.
+    # A unit may begin anywhere, so its first and last line or word may be incomplete.
     lines = text.splitlines(keepends=True)[1:-1] or [" ".join(text.split()[1:-1])]
     return 2 * sum(len(line) for line in lines if _is_sentence(line)) > sum(map(len, lines))
 
 
 def _is_sentence(line: str) -> bool:
-    """Whether a line is mostly words, with enough different words next to each other."""
+    """Whether a line consists mostly of words, with enough different words next to each other."""
     ends = [match.end() for match in _SENTENCE_END.finditer(line)]
     if line.endswith("\n") and not (ends and not line[ends[-1] :].strip()):
         return False
     tokens = [token for token in line.split() if token.strip(_MARKS)]
     words = _words(line)
-    # A word without punctuation before the next word.
+    # A word that no punctuation separates from the next word.
     has_phrase = any(map(_WORD.fullmatch, tokens))
     least = 2 if ends else 3
     return has_phrase and 2 * len(words) > len(tokens) and len(set(words)) >= least
@@ -135,11 +135,11 @@ def _is_sentence(line: str) -> bool:
 
 @lru_cache(maxsize=4 * LONGEST_UNIT)
 def is_words(copies: str) -> bool:
-    """Whether the text of three copies of a unit consists only of words in one line.
+    """Whether three copies of a unit consist only of words in one line.
 
     Constants, quoted words and lists of different words are data.
     """
-    tokens = copies.split()[1:-1]  # The first and the last word may be incomplete.
+    tokens = copies.split()[1:-1]  # The first and last word may be incomplete.
     words = [token.strip(_PAUSES) for token in tokens]
     is_list = len(set(words)) > 1 and not any(map(_WORD.fullmatch, tokens))
     is_line = len(copies.splitlines()) == 1
@@ -153,20 +153,20 @@ def _is_plain(word: str) -> bool:
 
 
 def _words(text: str) -> list[str]:
-    """The tokens between spaces that are words. ``0x00``, ``n/a`` and ``<td>`` are not words."""
+    """Whitespace-separated tokens that are words. ``0x00``, ``n/a`` and ``<td>`` are not words."""
     tokens = (token.strip(_MARKS) for token in text.split())
     return [token.casefold() for token in tokens if _WORD.fullmatch(token)]
 
 
 class Repetition:
-    """Detects a unit that is repeated at the end of a text.
+    """Detects repeated units at the end of a text.
 
     Compares each new token with the last ``LONGEST_UNIT`` tokens.
 
     Args:
-        least_tokens: Minimum number of tokens that the copies of prose must fill.
+        least_tokens: Minimum total number of tokens in the copies of prose.
         copies: Minimum number of copies of prose.
-        word_copies: Minimum number of copies of a few words.
+        word_copies: Minimum number of copies of words without a sentence.
     """
 
     def __init__(self, decode: Decode, least_tokens: int, copies: int, word_copies: int) -> None:
@@ -174,11 +174,11 @@ class Repetition:
         self._word_copies = word_copies
         self._needed = np.maximum(_PERIODS * copies, least_tokens)
         self._needed_characters = CHARACTERS * least_tokens
-        self._recent = np.full(LONGEST_UNIT, -1)  # The newest token comes first.
-        self._equal = np.zeros(LONGEST_UNIT, int)  # Length of the match, for each period.
+        self._recent = np.full(LONGEST_UNIT, -1)  # Newest token first.
+        self._equal = np.zeros(LONGEST_UNIT, int)  # Length of the match for each period.
 
     def push(self, token: int) -> tuple[int, ...]:
-        """Add a token. Return the unit that is repeated at the end of the text, or ``()``."""
+        """Add a token, and return the unit that is repeated at the end of the text, or ``()``."""
         self._equal = (self._equal + 1) * (self._recent == token)
         self._recent = np.roll(self._recent, 1)
         self._recent[0] = token
@@ -190,7 +190,7 @@ class Repetition:
         return unit if self._counts(unit, int(filled[found[0]])) else ()
 
     def _counts(self, unit: tuple[int, ...], tokens: int) -> bool:
-        """Whether copies of a unit that fill this number of tokens are a loop."""
+        """Whether copies of a unit count as a loop if they fill ``tokens`` tokens."""
         text = self._decode(3 * unit)
         if is_prose(text) or (tokens >= self._word_copies * len(unit) and is_words(text)):
             return tokens * len(text) >= self._needed_characters * len(3 * unit)
@@ -198,7 +198,7 @@ class Repetition:
 
 
 class JsonStrings:
-    """Tracks the JSON strings of an answer, and the text around the JSON.
+    """Tracks repetition in the JSON strings of an answer, and in the text around the JSON.
 
     Args:
         among_text: Whether text may surround the JSON.
@@ -217,7 +217,7 @@ class JsonStrings:
         self._ids: list[int] = []
         self._depth = 0  # Number of open brackets.
         self._is_open = self._is_escaped = False
-        self._loops: set[tuple[int, ...]] = set()  # All runs of LATER_TOKENS tokens in known loops.
+        self._loops: set[tuple[int, ...]] = set()  # All LATER_TOKENS-grams of known loops.
         self._begin_string()
         self._begin_text()
 
@@ -232,16 +232,16 @@ class JsonStrings:
 
     @property
     def must_end(self) -> bool:
-        """Whether the open string repeats itself, and a quote would close it."""
+        """Whether the open string repeats itself, and a quotation mark would close it."""
         return self._repeats and not self._is_escaped
 
     @property
     def text_must_end(self) -> bool:
-        """Whether the answer ends in text outside of JSON, and that text repeats itself."""
+        """Whether the answer ends with text outside of JSON that repeats itself."""
         return self._text_repeats and self._depth == 0
 
     def follow(self, ids: Sequence[int]) -> None:
-        """Process the answer so far. It need not continue the answer of the previous call."""
+        """Process an answer so far, which need not continue the answer of the previous call."""
         if self._ids != ids[: len(self._ids)]:
             self._begin()
         for token in ids[len(self._ids) :]:
@@ -280,7 +280,7 @@ class JsonStrings:
             self._begin_text()
         elif character not in _OUTSIDE_STRINGS:
             self._depth = 0
-        # A bare "[1]" is a citation, after which the text continues.
+        # A bare "[1]" is a citation: the text continues after it.
         inside = was_json and (character == '"' or character.isalpha())
         self._has_data = self._depth > 0 and (self._has_data or inside)
 
@@ -295,7 +295,7 @@ class JsonStrings:
         self.has_loop |= self._repeats
 
     def _take_text(self, token: int) -> None:
-        """Process any token, because brackets and numbers may belong to the text."""
+        """Process a token of the text around JSON. Brackets and numbers may belong to the text."""
         found = bool(self._text.push(token))
         self._text_repeats |= found and self._depth == 0
         self.has_loop |= self._text_repeats
@@ -366,7 +366,7 @@ class LoopGuard:
 
     @property
     def must_end(self) -> bool:
-        """Whether the answer must end now, because its text repeats itself."""
+        """Whether the answer must end now because its text repeats itself."""
         return self.has_loop and self._text is not None
 
     def push(self, token: int) -> None:
@@ -379,7 +379,7 @@ class LoopGuard:
 
 
 def holds_json(grammar: Grammar | None) -> bool:
-    """Whether the answers of a grammar are or contain JSON."""
+    """Whether a grammar's answers are, or contain, JSON."""
     if grammar is None:
         return False
     if grammar.kind == "grammar":
@@ -388,5 +388,5 @@ def holds_json(grammar: Grammar | None) -> bool:
 
 
 def has_text(grammar: Grammar | None) -> bool:
-    """Whether the answers of a grammar may contain text outside JSON."""
+    """Whether a grammar's answers may contain text outside JSON."""
     return grammar is None or grammar.kind not in ("json", "json_object")

@@ -1,4 +1,4 @@
-"""Sampling options: the arguments that the engine passes to transformers' ``generate``."""
+"""Sampling options, which the engine passes to transformers' ``generate``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from blockattn_rag.errors import ContextOverflowError
 from blockattn_rag.output.grammar import Grammar
 
-# Arguments of transformers' `generate` that the engine sets itself.
+# Arguments of transformers' `generate` that are reserved for the engine.
 _OWNED = frozenset(
     {
         *("inputs", "input_ids", "inputs_embeds", "attention_mask", "position_ids"),
@@ -21,11 +21,11 @@ _OWNED = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Sampling options of an answer. Decoding is greedy unless ``temperature`` is above 0.
+    """Sampling options for an answer. Decoding is greedy unless ``temperature`` is above 0.
 
-    ``extra`` is passed to transformers' ``generate`` unchanged and overrides everything except the
-    grammar. ``grammar`` is ignored when options are compared, because it may differ between the
-    answers of a batch. All other options must be equal.
+    ``extra`` is passed to transformers' ``generate`` unchanged, and overrides everything except the
+    grammar. Comparisons ignore ``grammar``, which may differ between the answers in a batch. All
+    other options must be equal.
     """
 
     max_new_tokens: int = 256
@@ -58,16 +58,16 @@ class Sampling:
 
 
 def room_for(prompt_tokens: int, max_context_tokens: int) -> int:
-    """Number of tokens that may follow a prompt.
+    """Number of tokens that fit in the context window after a prompt.
 
     Raises:
-        ContextOverflowError: The prompt leaves no room for a single token.
+        ContextOverflowError: The prompt leaves no room for an answer.
     """
     room = max_context_tokens - prompt_tokens
     if room < 1:
         raise ContextOverflowError(
             f"The prompt has {prompt_tokens} tokens, but the model accepts at most "
-            f"{max_context_tokens}, including the answer; retrieve fewer or shorter passages"
+            f"{max_context_tokens}, including the answer: retrieve fewer or shorter passages"
         )
     return room
 

@@ -1,8 +1,8 @@
-"""States of hybrid models, from which state layers compute a final block.
+"""States of hybrid models, which state layers compute the final block from.
 
-A state layer has no keys and values that could be joined. In block mode, the final block starts
-from the state after the prompt's first block, its head. The states of recent heads are kept in
-memory and shared by all requests.
+A state layer has no keys and values that could be concatenated. In block mode, the final block
+starts from the state after the head, which is the prompt's first block. The states after recent
+heads are kept in memory, and shared by all requests.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from blockattn_rag.model.probe import check_ready, probe_cache
 from blockattn_rag.model.relay_attention import last_logits
 
 MOST_BYTES = 1 << 29
-"""Bytes of states that a model keeps, the most recently used ones. The states of one head are kept
-whatever their size."""
+"""Maximum size in bytes of a model's cached states, which are evicted least recently used first.
+One head's states are kept regardless of their size."""
 
 _FIELDS = (*vars(LinearAttentionLayer()),)
 
 
 class HeadStates:
-    """States after the heads of recent prompts. Callers must hold the model's lock.
+    """Cache of the states after the heads of recent prompts. Callers must hold the model's lock.
 
     Args:
         kinds: Kinds of the model's layers.
@@ -44,14 +44,14 @@ class HeadStates:
 
     @cached_property
     def _takes_several_tokens(self) -> bool:
-        """Whether a forward pass of several tokens continues from a cache's states, as measured."""
+        """Whether a forward pass of several tokens continues from a cache's states, tested once."""
         return takes_several_tokens(self._hf_model, self._indices[-1])
 
     def __len__(self) -> int:
         return len(self._kept)
 
     def start(self, cache: ContextCache, head_ids: Sequence[int]) -> None:
-        """Set the states of a cache to copies of the states after a head.
+        """Initialize a cache with copies of the states after a head.
 
         Raises the same errors as ``check_ready``.
         """
@@ -63,7 +63,7 @@ class HeadStates:
         self._kept.move_to_end(head)
         cache.takes_one_token = not self._takes_several_tokens
         with torch.inference_mode(mode=False):
-            # Later forward passes outside of inference mode must be able to write.
+            # Later forward passes outside of inference mode must be able to write to the copies.
             for index, state in zip(self._indices, self._kept[head], strict=True):
                 _copy(state, cache.layers[index])
 
@@ -92,28 +92,28 @@ class HeadStates:
 
 @torch.inference_mode()
 def takes_several_tokens(hf_model: PreTrainedModel, layer: int) -> bool:
-    """Whether a forward pass of several tokens continues from a state layer's state in the cache.
+    """Whether a forward pass of several tokens continues from a state layer's cached state.
 
-    Some models of transformers use the state only in forward passes of one token. The test replaces
-    the state: if the logits change, the state is used. One layer is tested, because the state
-    layers of a model are alike.
+    Some transformers models only use the state in forward passes of one token. The test replaces
+    the state: if the logits change, the state is used. One layer is tested, because all state
+    layers of a model work alike.
 
     Raises:
-        UnsupportedModelError: a forward pass of one token does not continue from the state, either.
+        UnsupportedModelError: even a forward pass of one token does not continue from the state.
     """
     one, several = (
         all(_is_used(hf_model, layer, name, tokens) for name in ("conv_states", "recurrent_states"))
         for tokens in (1, 2)
     )
     if not one:
-        raise refusal(hf_model, f"layer {layer} has a state that later tokens do not start from")
+        raise refusal(hf_model, f"later tokens do not continue from the state of layer {layer}")
     return several
 
 
 def _is_used(hf_model: PreTrainedModel, layer: int, name: str, tokens: int) -> bool:
-    """Whether a state changes the logits of the next tokens. True if the layer has not set it."""
+    """Whether a state affects the logits of the next tokens. True if the layer has not set it."""
     logits = []
-    # A large state may decay to nothing, and some kernels and experts drop NaN.
+    # Large states may decay to nothing, and some kernels and experts drop NaN.
     for factor in (0, 100, torch.nan):
         cache: Any = probe_cache(hf_model)
         states = getattr(cache.layers[layer], name)
@@ -127,7 +127,7 @@ def _is_used(hf_model: PreTrainedModel, layer: int, name: str, tokens: int) -> b
 
 
 def _copy(source: Any, target: Any) -> None:
-    """Copy the states of a cache's layer, but not its keys and values."""
+    """Copy the states of a cache layer, but not its keys and values."""
     for name in _FIELDS:
         value = getattr(source, name)
         if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Settings with which a model was fine-tuned for block mode."""
+"""Block-mode settings that a model was fine-tuned with."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from blockattn_rag.prompts.checkpoints import Checkpoint, known_checkpoint
 
 
 class TunedModel:
-    """Base of ``BlockModel`` and ``CheckpointModel``, which reads settings of fine-tuning from a
+    """Base class of ``BlockModel`` and ``CheckpointModel`` that reads fine-tuning settings from a
     model's config and name."""
 
     name: str
@@ -34,11 +34,11 @@ class TunedModel:
 
     @property
     def checkpoint(self) -> Checkpoint | None:
-        """Published block-fine-tuned checkpoint of this name; None if fine-tuned further."""
+        """Published block-fine-tuned checkpoint with this name. None after further fine-tuning."""
         marker = getattr(self.config, "block_attention", None)
         return None if marker or self.has_adapter else known_checkpoint(self.name)
 
     @property
     def has_adapter(self) -> bool:
-        """Whether the model has adapters, of any kind."""
+        """Whether the model has adapters of any kind."""
         return False

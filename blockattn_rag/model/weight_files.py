@@ -1,4 +1,4 @@
-"""Weight files of a checkpoint, and their digests."""
+"""Weight files of checkpoints, and their digests."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from blockattn_rag.files import locked, state_folder, write_json
 logger = logging.getLogger("blockattn_rag")
 
 _NAMES = ("model.safetensors", "pytorch_model.bin")
-"""Files that transformers loads, in order of preference. A split file has an index."""
+"""Files that transformers loads, in order of preference. A sharded file has an index."""
 _DIGEST_DIGITS = 32
 _THREADS = 8
 _LOCK_TIMEOUT_S = 1800.0
-"""Seconds to wait for another process that hashes a file."""
+"""Seconds to wait for another process that is hashing the same file."""
 
 
 class ChangedFileError(OSError):
-    """A file changed while it was hashed."""
+    """A file changed while it was being hashed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +35,13 @@ class WeightFile:
     """Snapshot of a weight file's metadata.
 
     Args:
-        path: Path without links, so that snapshots of a hub share the digest of a file.
-        size: Bytes.
-        mtime_ns: Time of the last change of the content, in nanoseconds.
-        ctime_ns: Time of the last change of the content, name, mode or links, in nanoseconds.
-            Ignored in comparisons.
-        inode: Number of the file on its device. A file that replaces another has a new number.
-        device: Number of the device.
+        path: Resolved path, so that hub snapshots with links to the same file share its digest.
+        size: Size in bytes.
+        mtime_ns: Time of the last content change, in nanoseconds.
+        ctime_ns: Time of the last change to content, name, mode or links, in nanoseconds. Ignored
+            in comparisons.
+        inode: Inode number. A file that replaces another has a different one.
+        device: Device number.
     """
 
     path: Path
@@ -53,18 +53,18 @@ class WeightFile:
 
     @classmethod
     def at(cls, path: Path) -> WeightFile:
-        """Snapshot of a file's current metadata. Raises OSError."""
+        """Take a snapshot of a file's current metadata. Raises ``OSError``."""
         resolved = path.resolve()
         stat = resolved.stat()
         times = stat.st_mtime_ns, stat.st_ctime_ns
         return cls(resolved, stat.st_size, *times, stat.st_ino, stat.st_dev)
 
     def digest(self) -> str:
-        """xxh3-128 of the file. It is computed once for a path and its metadata, and then cached in
-        ``state_folder()``. If several processes need it, one reads the file, and the others wait.
+        """xxh3-128 of the file, computed once for each path and metadata, and cached in
+        ``state_folder()``. If several processes need it, one hashes the file while the others wait.
 
         Raises:
-            ChangedFileError: The file changed.
+            ChangedFileError: The file has changed.
             OSError: The file cannot be read.
         """
         place = _place(self.path)
@@ -82,7 +82,7 @@ class WeightFile:
                 self._warn(error)
                 return self._computed()
             if (digest := _kept(place, key)) is not None:
-                # Another process has computed the digest meanwhile.
+                # Another process has computed the digest in the meantime.
                 return digest
             digest = self._computed()
             try:
@@ -96,14 +96,14 @@ class WeightFile:
             digest = hashlib.file_digest(stream, xxhash.xxh3_128).hexdigest()
         if WeightFile.at(self.path) != self:
             raise ChangedFileError(
-                f"{self.path} changed while it was read, so it does not identify the model: wait "
+                f"{self.path} changed while it was read, so it cannot identify the model: wait "
                 "until it is complete, and load the model again"
             )
         return digest
 
     def _warn(self, error: OSError) -> None:
         logger.warning(
-            "Cannot keep the digest of %s, which is computed again next time: %s", self.path, error
+            "Cannot cache the digest of %s, so it will be recomputed: %s", self.path, error
         )
 
 
@@ -113,11 +113,11 @@ class WeightFiles:
 
     Args:
         source: Folder or hub id.
-        commit: Commit of the hub. None for a folder.
-        folder: Folder with the files or links to them.
-        names: Names of the files in the checkpoint.
+        commit: Hub commit. None for a folder.
+        folder: Folder that contains the files, or links to them.
+        names: File names in the checkpoint.
         files: The files, in the order of their names.
-        index: The file that lists the weight files. None: the weights are in one file.
+        index: Index that lists the weight files. None if all weights are in one file.
     """
 
     source: str
@@ -129,18 +129,18 @@ class WeightFiles:
 
     @classmethod
     def of(cls, source: str, commit: str | None = None) -> WeightFiles | None:
-        """The files that transformers loads from a folder or from the hub.
+        """Find the files that transformers loads from a folder or from the hub.
 
         Args:
-            source: Folder or hub id. Files of the hub that are missing in its cache are downloaded.
-            commit: Commit of the hub. Default: the newest.
+            source: Folder or hub id. Hub files that are not in the local cache are downloaded.
+            commit: Hub commit. Default: the newest.
 
         Returns:
-            None if the checkpoint has its weights in other files.
+            The files. None if the checkpoint has its weights in other files.
 
         Raises:
             OSError: A file cannot be read or downloaded.
-            ValueError: The config or the index of a split checkpoint is damaged.
+            ValueError: The config, or the index of a sharded checkpoint, is damaged.
         """
         config = _file(source, "config.json", commit)
         if config is not None and "transformers_weights" in json.loads(config.read_bytes()):
@@ -158,20 +158,20 @@ class WeightFiles:
 
     @property
     def is_current(self) -> bool:
-        """Whether all files are unchanged, and no link or index leads to another file."""
+        """Whether no file has changed, and all links and indices refer to the same files."""
         try:
             return WeightFiles.of(self.source, self.commit) == self
         except (OSError, ValueError):
             return False
 
     def digests(self) -> list[str]:
-        """xxh3-128 of each file, sorted, so that the digests do not depend on file names.
+        """xxh3-128 of each file, sorted so that file names do not matter.
 
         xxh3 is fast but not cryptographic. It protects against mistakes, not against attackers, who
         could replace the model itself.
 
         Raises:
-            ChangedFileError: A file changed.
+            ChangedFileError: A file has changed.
             OSError: A file cannot be read.
         """
         with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:
@@ -190,7 +190,7 @@ def _file(source: str, name: str, commit: str | None, *, required: bool = False)
 
 
 def _shards(index: Path) -> tuple[str, ...]:
-    """Names of the files of a split checkpoint."""
+    """File names of a sharded checkpoint's weights."""
     try:
         shards: dict[str, str] = json.loads(index.read_bytes())["weight_map"]
         return tuple(sorted({str(name) for name in shards.values()}))
@@ -199,7 +199,7 @@ def _shards(index: Path) -> tuple[str, ...]:
 
 
 def _place(path: Path) -> Path | None:
-    """Path of the cached digest of a weight file. None: the user has no cache folder."""
+    """Path of a weight file's cached digest. None: the user has no cache folder."""
     try:
         folder = state_folder()
     except RuntimeError:
@@ -208,7 +208,7 @@ def _place(path: Path) -> Path | None:
 
 
 def _kept(place: Path, key: dict[str, object]) -> str | None:
-    """Cached digest of a file with this metadata. None: it was not computed yet."""
+    """Cached digest of a file with this metadata. None: not computed yet."""
     try:
         kept = json.loads(place.read_bytes())
     except (OSError, ValueError):

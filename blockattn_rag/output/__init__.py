@@ -1,7 +1,7 @@
-"""Constrained output: grammars of answers, and tool calls in the format of each model family.
+"""Constrained output: answer grammars, and tool calls in each model family's format.
 
-A grammar allows only tokens that can still lead to a valid answer. All engines, local and remote,
-accept it as one of two options::
+A grammar only allows tokens that can still lead to a valid answer. All engines, local and remote,
+accept it in one of two options::
 
     engine.generate(prompt, response_format={"type": "json_schema", "json_schema": {
         "name": "Tower", "schema": {"type": "object", "properties": ...}}})
@@ -16,14 +16,14 @@ accept it as one of two options::
         "triggers": ["<call="],
         "structures": [{"begin": "<call=find>", "schema": schema, "end": "</call>"}]}})
 
-``LARK`` is a grammar in llguidance's dialect of Lark. It may contain JSON schemas and control
-tokens of the model, so it can force a tool call::
+``LARK`` is a grammar in llguidance's dialect of Lark. It may contain JSON schemas and the model's
+control tokens, so it can force a tool call::
 
     start: <tool_call> "\\n" call "\\n" </tool_call>
     call: %json {"type": "object", "properties": {"name": {"const": "find"}, "arguments": ...}}
 
-A structural tag constrains the answer only after one of its triggers. ``Generation.json()`` parses
-a complete answer, and raises an error for a truncated answer.
+A structural tag only constrains the answer after one of its triggers. ``Generation.json()`` parses
+a complete answer, and raises an error if the answer was truncated.
 """
 
 from blockattn_rag.output.tool_calls import InvalidToolCall, ToolCall

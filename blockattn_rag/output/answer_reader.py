@@ -1,4 +1,4 @@
-"""Reader of a model's output with thoughts and tool calls, complete or streamed."""
+"""Reads complete or streamed model output that contains thoughts and tool calls."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from blockattn_rag.output.tool_parser import CallParser, ReadAnswer
 
 
 class AnswerReader:
-    """Splits a model's output into thoughts, text and calls while it is streamed.
+    """Splits a model's output into thoughts, text and calls during streaming.
 
-    Text is held back from the first call on, and returned with the calls at the end.
+    From the first call on, text is held back and returned with the calls at the end.
     """
 
     def __init__(self, thoughts: ThoughtReader, parser: CallParser | None) -> None:
@@ -24,7 +24,7 @@ class AnswerReader:
         self._is_held = False
 
     def push(self, text: str, token_ids: Sequence[int]) -> Said:
-        """Add the next piece. Returns the thoughts and text that can be shown."""
+        """Add the next piece, and return the thoughts and text that can be streamed."""
         said = self._split(text)
         self._ids += token_ids
         if self._parser is None or not self._answer_length or self._is_held:
@@ -36,7 +36,7 @@ class AnswerReader:
         return Said(said.thoughts, new)
 
     def finish(self, text: str, token_ids: Sequence[int]) -> tuple[Said, ReadAnswer]:
-        """Parse the finished output. Returns new thoughts and text, and all calls."""
+        """Parse the finished output, and return new thoughts and text, and all calls."""
         said = self._split(text[len(self._output) :], is_last=True)
         has_only_thoughts = not self._answer_length and bool(text.strip())
         if self._parser is None or has_only_thoughts:

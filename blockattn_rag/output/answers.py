@@ -1,7 +1,7 @@
-"""Parsing of answers: the thoughts of reasoning models, and complete JSON.
+"""Parses answers: thoughts of reasoning models, and complete JSON.
 
-Thoughts are the part of an answer between ``<think>`` and ``</think>``. Some chat templates write
-the opening mark at the end of the prompt, so the answer lacks it.
+Thoughts are the text between ``<think>`` and ``</think>`` in an answer. Some chat templates put the
+opening mark at the end of the prompt, so that it is missing in the answer.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from blockattn_rag.prompts.blocks import BlockPrompt
 OPENING, CLOSING = "<think>", "</think>"
 
 _REASONS = {
-    "length": "was cut off at its token limit; raise max_new_tokens (or retrieve fewer passages, "
+    "length": "was cut off at its token limit: raise max_new_tokens (or retrieve fewer passages, "
     "if the context window is full), or limit the schema with maxLength, maxItems and maximum",
-    "repetition": "was stopped because it repeated itself; pass a schema, change the prompt, or "
+    "repetition": "was stopped because it repeated itself: pass a schema, change the prompt, or "
     "set a temperature",
 }
 
@@ -34,7 +34,7 @@ def complete_json(text: str, finish_reason: str | None) -> Any:
         value = json.loads(text)
     except RecursionError:
         raise IncompleteAnswerError(
-            "A JSON answer is nested too deeply to be read; limit the depth of the schema. Found "
+            "A JSON answer is nested too deeply to be parsed: limit the depth of the schema. Found "
             f"{_shown(text)}",
             text,
         ) from None
@@ -46,8 +46,8 @@ def complete_json(text: str, finish_reason: str | None) -> Any:
 
 
 def incomplete(text: str, finish_reason: str | None, reason: str = "") -> IncompleteAnswerError:
-    """Create the error for an incomplete JSON answer."""
-    ended = f"ended before it was complete; remove stop strings that it may contain ({reason})"
+    """Create an error for an incomplete JSON answer."""
+    ended = f"ended before it was complete: remove stop strings that it may contain ({reason})"
     why = _REASONS.get(finish_reason or "", ended)
     return IncompleteAnswerError(f"A JSON answer {why}. Found {_shown(text)}", text)
 
@@ -64,12 +64,12 @@ class Said(NamedTuple):
 
 
 def marks_thoughts(tokenizer: Any) -> bool:
-    """Whether a tokenizer's chat template supports thoughts before an answer."""
+    """Whether a tokenizer's chat template supports thoughts before answers."""
     return CLOSING in str(getattr(tokenizer, "chat_template", None))
 
 
 def has_no_thoughts(options: Mapping[str, Any]) -> bool:
-    """Whether these options contain a grammar that excludes thoughts before the answer."""
+    """Whether the options contain a grammar that rules out thoughts before the answer."""
     grammar = parse_grammar(options.get("response_format"), options.get("structured_outputs"))
     if grammar is None or grammar.kind == "structural_tag":
         return False
@@ -79,14 +79,14 @@ def has_no_thoughts(options: Mapping[str, Any]) -> bool:
 class ThoughtReader:
     """Splits a model's output, complete or in pieces, into thoughts and answer.
 
-    White space around thoughts is dropped. Output that was cut off during the thoughts has no
-    answer. Marks after the start of the answer are ordinary text.
+    White space around thoughts is dropped. If the output is cut off during the thoughts, the answer
+    is empty. Marks after the start of the answer are ordinary text.
 
     Args:
-        tokenizer: Tokenizer of the model. If its chat template has no marks of thoughts, all text
-            is the answer.
-        answers_at_once: Whether a grammar excludes thoughts. An opening mark of thoughts at the end
-            of the prompt is then ignored.
+        tokenizer: The model's tokenizer. If its chat template does not mark thoughts, all text is
+            the answer.
+        answers_at_once: Whether a grammar rules out thoughts. If so, an opening mark at the end of
+            the prompt is ignored.
     """
 
     def __init__(
@@ -96,11 +96,11 @@ class ThoughtReader:
         self._at: Literal["start", "thoughts", "gap", "answer"] = "thoughts" if is_open else "start"
         if not marks_thoughts(tokenizer):
             self._at = "answer"
-        self._held = ""  # Text that is not classified yet.
+        self._held = ""  # Text that has not been classified yet.
         self._has_thoughts = False
 
     def push(self, text: str) -> Said:
-        """Add the next piece. Returns the text that can be classified now."""
+        """Add the next piece, and return the text that can now be classified."""
         self._held += text
         thoughts = ""
         if self._at == "start":
@@ -116,14 +116,14 @@ class ThoughtReader:
         return Said(thoughts, self._taken() if self._at == "answer" else "")
 
     def finish(self, text: str = "") -> Said:
-        """Add the last piece. Returns the rest of the text."""
+        """Add the last piece, and return the remaining text."""
         said = self.push(text)
         if self._at == "thoughts":
             return Said(said.thoughts + self._taken().rstrip(), said.answer)
         return Said(said.thoughts, said.answer + ("" if self._at == "gap" else self._taken()))
 
     def _thoughts(self) -> str:
-        """Thoughts up to the closing mark, or to trailing text that may be part of the mark."""
+        """Thoughts up to the closing mark, or up to trailing text that may be the start of it."""
         if not self._has_thoughts:
             self._held = self._held.lstrip()
         text, mark, rest = self._held.partition(CLOSING)

@@ -1,7 +1,7 @@
-"""Compilation of grammars for a tokenizer, with llguidance.
+"""Compiles grammars for a tokenizer with llguidance.
 
 llguidance has no dependencies, compiles JSON schemas, regular expressions and Lark grammars, and
-refuses constraints that it cannot enforce.
+rejects constraints that it cannot enforce.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ if TYPE_CHECKING:
 logger = logging.getLogger("blockattn_rag")
 
 MOST_COMPILED = 64
-"""Maximum number of compiled grammars in the cache. Most take about 100 KiB each."""
+"""Maximum number of compiled grammars in the cache. Most take about 100 KiB."""
 
 MOST_ALTERNATIVES = 10_000
 """Maximum number of parser items per position: one per ``anyOf`` case or tool, four per optional
-property. At this limit, a token takes up to 150 ms. llguidance's default is 2,000."""
+property. At this limit, tokens take up to 150 ms each. llguidance's default is 2,000."""
 
-# At most one space: small models may repeat optional white space until the answer is cut off.
+# At most one space, because small models may repeat white space until the answer is cut off.
 _WHITESPACE = " ?"
 
 
 class Matcher:
-    """Tracks one answer and computes which tokens may come next."""
+    """Tracks one answer, and computes which tokens may come next."""
 
     def __init__(self, matcher: LLMatcher, own_ends: Sequence[int], name: str) -> None:
         self._matcher = matcher
@@ -50,10 +50,10 @@ class Matcher:
         self._ids: list[int] = []
 
     def follow(self, ids: Sequence[int]) -> bool:
-        """Consume the answer so far. Returns whether all of it fits the grammar.
+        """Consume the answer so far, and return whether all of it matches the grammar.
 
         Args:
-            ids: All tokens of the answer. They need not continue those of the previous call.
+            ids: All tokens of the answer, which need not continue those of the previous call.
         """
         if self._ids != list(ids[: len(self._ids)]):
             self._matcher.reset()
@@ -69,11 +69,11 @@ class Matcher:
         return bool(self._matcher.is_accepting())
 
     def allowed(self, vocabulary: int, ends: Collection[int]) -> NDArray[np.bool_]:
-        """Whether each token may come next, bool ``[vocabulary]``.
+        """Compute whether each token may come next, bool ``[vocabulary]``.
 
         Args:
             vocabulary: Number of tokens that the model predicts.
-            ends: Ids of the tokens that end the answer. They are allowed when it is complete.
+            ends: Ids of the tokens that end an answer, which are allowed once it is complete.
         """
         mask = self._mask()[:vocabulary]
         allowed = np.zeros(vocabulary, bool)
@@ -83,7 +83,7 @@ class Matcher:
         return allowed
 
     def check_begins(self) -> None:
-        """Try the first token of an answer, at which most too large grammars fail."""
+        """Try the first token of an answer, which most oversized grammars fail on."""
         self.follow(np.flatnonzero(self._mask())[:1].tolist())
 
     def _mask(self) -> NDArray[np.uint8]:
@@ -92,22 +92,21 @@ class Matcher:
         return np.unpackbits(bits, bitorder="little")
 
     def _check(self) -> None:
-        # A matcher of llguidance with an error does not raise: it accepts no token and allows the
-        # end.
+        # After an error, llguidance's matcher raises nothing: it only allows the end of the answer.
         if self._matcher.is_error():
             reason = self._matcher.get_error().partition("\n")[0]
             raise GrammarError(
-                f"{_capitalized(self._name)} cannot be followed: {reason}. It is too large or too "
-                "complex, or no answer fits it (for example, a schema that only refers to "
+                f"{_capitalized(self._name)} cannot be enforced: {reason}. It is too large or too "
+                "complex, or no answer matches it (for example, a schema that only refers to "
                 "itself). Use fewer anyOf cases, tools or optional properties"
             )
 
 
 class GrammarCompiler:
-    """Compiles grammars for one tokenizer, and caches the latest grammars. Thread-safe.
+    """Compiles grammars for one tokenizer, and caches recent ones. Thread-safe.
 
-    Each grammar is compiled once, in its own thread, so a slow grammar delays neither the model nor
-    other grammars.
+    Each grammar is compiled once, in a separate thread, so a slow grammar delays neither the model
+    nor other grammars.
 
     Args:
         ends: Ids of the tokens that end an answer.
@@ -121,7 +120,7 @@ class GrammarCompiler:
         self._compiled: dict[tuple[int, str, str], Future[LLMatcher | str]] = {}
 
     def start(self, grammar: Grammar) -> Future[LLMatcher | str]:
-        """Compile a grammar in the background, unless it is cached or being compiled.
+        """Compile a grammar in the background, unless it is cached or already being compiled.
 
         Returns:
             Future of the compiled grammar, or of the reason why it cannot be compiled.
@@ -138,8 +137,8 @@ class GrammarCompiler:
                 new.set_result(self._compile(grammar))
             except GrammarError as error:
                 new.set_result(str(error))
-            except BaseException as error:  # noqa: BLE001 -- raised again by `matcher`
-                self._compiled.pop(key, None)  # The next call tries again.
+            except BaseException as error:  # noqa: BLE001 -- reraised by `matcher`
+                self._compiled.pop(key, None)  # The next call retries.
                 new.set_exception(error)
 
         try:
@@ -149,10 +148,10 @@ class GrammarCompiler:
         return new
 
     def matcher(self, grammar: Grammar) -> Matcher:
-        """Create a matcher for a new answer. Waits until the grammar is compiled."""
+        """Create a matcher for a new answer, after waiting for the grammar to be compiled."""
         compiled = self.start(grammar).result()
         if isinstance(compiled, str):
-            # Make a new error each time, because tracebacks keep frames alive.
+            # Create a new error each time, because tracebacks keep frames alive.
             raise GrammarError(compiled)
         return Matcher(compiled.deep_copy(), self._ends, grammar.name)
 
@@ -170,12 +169,12 @@ class GrammarCompiler:
             raise _refused(grammar, "it is nested too deeply") from None
         except (ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
             raise _refused(grammar, str(error)) from error
-        # Verbose errors quote the grammar and the answer, which do not belong in logs.
+        # Verbose errors quote the grammar and the answer, which must not be logged.
         limits = LLParserLimits(max_items_in_row=MOST_ALTERNATIVES, verbose_errors=False)
         compiled = LLMatcher(self._ll_tokenizer, text, log_level=0, limits=limits)
         if compiled.is_error():
             reason = compiled.get_error()
-            # This is an assertion about the number of symbols.
+            # llguidance panics if a grammar has too many symbols.
             is_panic = reason.startswith("panic:")
             raise _refused(grammar, "it has too many rules" if is_panic else reason)
         for warning in compiled.get_grammar_warnings():
@@ -202,8 +201,8 @@ def _make_ll_tokenizer(tokenizer: Any, ends: Sequence[int], name: str) -> LLToke
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise UnsupportedModelError(
-            f"The tokenizer of {name} is a {type(tokenizer).__name__}; grammars need one of the "
-            "tokenizers library"
+            f"The tokenizer of {name} is a {type(tokenizer).__name__}, but grammars require a "
+            "tokenizer from the tokenizers library"
         )
     backend = copy.copy(backend)
     backend.no_padding()
@@ -217,7 +216,7 @@ def _make_ll_tokenizer(tokenizer: Any, ends: Sequence[int], name: str) -> LLToke
 
 
 def _ll_grammar(grammar: Grammar) -> str:
-    """The grammar in llguidance's own format."""
+    """Convert a grammar to llguidance's format."""
     from llguidance import LLMatcher, StructTag, grammar_from
 
     if grammar.kind == "json" or grammar.kind == "json_object":
@@ -228,8 +227,8 @@ def _ll_grammar(grammar: Grammar) -> str:
         tags = json.loads(grammar.text)
         if not isinstance(tags, dict) or not {"triggers", "structures"} <= {*tags}:
             raise ValueError(
-                "Expected {'triggers': [...], 'structures': [{'begin': ..., 'schema': ..., "
-                f"'end': ...}}]}}, found {grammar.text[:200]}"
+                "Expected structural_tag to be {'triggers': [...], 'structures': [{'begin': ..., "
+                f"'schema': ..., 'end': ...}}]}}, found {grammar.text[:200]}"
             )
         return StructTag.to_grammar(
             [
@@ -259,4 +258,4 @@ def _trigger(begin: str, triggers: Sequence[str]) -> str:
     for trigger in triggers:
         if begin.startswith(trigger):
             return trigger
-    raise ValueError(f"{begin!r} starts with none of the triggers {', '.join(triggers)}")
+    raise ValueError(f"{begin!r} does not start with any of the triggers {', '.join(triggers)}")

@@ -1,7 +1,7 @@
-"""Limit of the depth of grammars, which llguidance compiles recursively.
+"""Depth limit for grammars, which llguidance compiles recursively.
 
-Each nested level and each reference takes up to 4.5 KiB of the compiling thread's stack, which
-usually has 8 MiB. An overflow would end the process.
+Each nested level and each reference takes up to 4.5 KiB of the compiling thread's stack, which is
+usually 8 MiB. An overflow would crash the process.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from urllib.parse import unquote
 from blockattn_rag.errors import GrammarError
 
 MOST_LEVELS = 800
-"""Maximum number of levels, including those of all references that follow each other."""
+"""Maximum number of levels, including those of chained references."""
 
-# Tokens of llguidance's dialect of Lark.
+# Tokens in llguidance's dialect of Lark.
 _TOKEN = re.compile(
     r"""(?://|\#)[^\n]* | "(?:\\.|[^"\\])*" | /(?:\\.|[^/\\])+/ | (?P<json>%json\s*)
     | (?P<rule>\w+)(?:\.-?\d+|\[[^\]]*\]|\{[^}]*\}|::\w+)*\s*: | (?P<name>\w+)
@@ -28,7 +28,7 @@ _TOKEN = re.compile(
 
 
 class _Part(NamedTuple):
-    """Number of levels in a part of a grammar, and the names of the parts that it refers to."""
+    """Number of levels in part of a grammar, and the names of the parts that it refers to."""
 
     levels: int
     names: frozenset[str]
@@ -40,13 +40,13 @@ def check_schema(schema: Any) -> None:
     whole = _part(schema, known)
     pointers = [name for name in whole.names if name == "#" or name.startswith("#/")]
     parts = {name: _part(_resolved(schema, name), known) for name in pointers}
-    # References by other names, such as anchors, may lead to any part of the schema.
+    # References with other names, such as anchors, may lead to any part of the schema.
     others = len(whole.names) - len(parts)
     _check((1 + others) * whole.levels + _longest(parts))
 
 
 def check_lark(grammar: str) -> None:
-    """Check the depth of a grammar in llguidance's dialect of Lark, and of the schemas in it."""
+    """Check the depth of a grammar in llguidance's dialect of Lark, and of its JSON schemas."""
     names: dict[str, set[str]] = defaultdict(set)
     levels: dict[str, int] = defaultdict(lambda: 1)
     rule, depth, at = "", 0, 0
@@ -55,7 +55,7 @@ def check_lark(grammar: str) -> None:
         if token["json"]:
             try:
                 schema, at = json.JSONDecoder().raw_decode(grammar, at)
-            except ValueError:  # An error in the schema is reported by llguidance.
+            except ValueError:  # llguidance will report the error in the schema.
                 continue
             check_schema(schema)
         elif token["rule"]:
@@ -72,8 +72,8 @@ def check_lark(grammar: str) -> None:
 def _check(levels: int) -> None:
     if levels > MOST_LEVELS:
         raise GrammarError(
-            f"A grammar has up to {levels:,} levels, counting those of references, expected at "
-            f"most {MOST_LEVELS}: flatten it, or use fewer references"
+            f"A grammar has up to {levels:,} levels, including references, expected at most "
+            f"{MOST_LEVELS}: flatten it, or use fewer references"
         )
 
 
@@ -90,7 +90,7 @@ def _part(node: Any, known: dict[int, _Part]) -> _Part:
 
 
 def _resolved(schema: Any, pointer: str) -> Any:
-    """The part of a schema at a JSON pointer, or None."""
+    """Return the part of a schema at a JSON pointer, or None."""
     for key in unquote(pointer).split("/")[1:]:
         key = key.replace("~1", "/").replace("~0", "~")
         if isinstance(schema, list) and key.isdecimal() and int(key) < len(schema):
@@ -101,7 +101,7 @@ def _resolved(schema: Any, pointer: str) -> Any:
 
 
 def _longest(parts: Mapping[str, _Part]) -> int:
-    """Upper bound of the levels in a chain of references, in whatever order they are followed."""
+    """Upper bound for the levels in a chain of references, regardless of their order."""
     users: dict[str, list[str]] = defaultdict(list)
     waiting = {name: len(part.names & parts.keys()) for name, part in parts.items()}
     for name, part in parts.items():

@@ -1,4 +1,4 @@
-"""Grammars of answers, parsed from the options of a call."""
+"""Answer grammars, parsed from the options of a call."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from blockattn_rag.errors import GrammarError
 
 Kind = Literal["json", "json_object", "regex", "choice", "grammar", "structural_tag"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
-"""Kinds of grammars, which are the fields of vLLM's ``structured_outputs``."""
+"""Kinds of grammars, which match the fields of vLLM's ``structured_outputs``."""
 
 MOST_CHARACTERS = 2_000_000
-"""Maximum length of a grammar: about 75,000 short choices, which compile in half a second."""
+"""Maximum length of a grammar. About 75,000 short choices fit, and compile in half a second."""
 
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """Constraint on an answer, before it is compiled.
+    """A constraint on answers, not compiled yet.
 
     Args:
-        kind: Kind of ``text``, as vLLM names it.
-        text: JSON schema, regular expression, JSON list of choices, grammar, or structural tags in
-            JSON.
+        kind: Kind of ``text``, named as in vLLM.
+        text: JSON schema, regular expression, JSON list of choices, grammar, or JSON structural
+            tags.
     """
 
     kind: Kind
@@ -35,8 +35,8 @@ class Grammar:
         if len(self.text) > MOST_CHARACTERS:
             raise GrammarError(
                 f"{self.name} has {len(self.text):,} characters, expected at most "
-                f"{MOST_CHARACTERS:,}. Reduce the choices: retrieve the candidates first, or ask "
-                "in several steps"
+                f"{MOST_CHARACTERS:,}. Reduce the choices: retrieve candidates first, or ask in "
+                "several steps"
             )
 
     def __str__(self) -> str:
@@ -44,24 +44,24 @@ class Grammar:
 
 
 def choice_grammar(choices: Sequence[str]) -> str:
-    """Grammar of an answer that is one of the choices, in llguidance's dialect of Lark.
+    """Create a grammar for answers that are one of the choices, in llguidance's dialect of Lark.
 
-    The choices form one terminal, which the lexer matches as one automaton. As separate rules, each
-    choice would take one of a limited number of parser items.
+    The choices form a single terminal, which the lexer matches as one automaton. As separate rules,
+    each choice would use up one of a limited number of parser items.
     """
     texts = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
     return f"%llguidance {{}}\nstart: CHOICE\nCHOICE: {texts}"
 
 
 def parse_grammar(response_format: Any, structured_outputs: Any) -> Grammar | None:
-    """Parse the grammar options of a call. None: no option is set, or it allows any text.
+    """Parse a call's grammar options. Returns None if no option is set, or if any text is allowed.
 
     Args:
-        response_format: Format as in OpenAI's API, or a pydantic class.
+        response_format: Response format as in OpenAI's API, or a pydantic class.
         structured_outputs: Mapping as in vLLM, with one kind of grammar.
 
     Raises:
-        TypeError, ValueError: An option is malformed, or both are given.
+        TypeError, ValueError: An option is malformed, or both are set.
         GrammarError: The grammar is too large or nested too deeply.
     """
     if structured_outputs is None:
@@ -155,7 +155,7 @@ def _read(text: str) -> Any:
     except RecursionError:
         raise _too_deep() from None
     except ValueError as error:
-        raise ValueError(f"A JSON schema is not JSON: {error}; found {_shown(text)}") from error
+        raise ValueError(f"Invalid JSON in a schema: {error}; found {_shown(text)}") from error
 
 
 def _json(value: Any) -> str:

@@ -1,8 +1,8 @@
-"""Preparation of JSON schemas for compilation: objects are closed where this is safe.
+"""Prepares JSON schemas for compilation: closes objects where this is safe.
 
-JSON Schema allows objects to have properties that the schema does not name. Small models keep
-adding such properties, so objects are closed, as in vLLM. Every answer that fits the closed schema
-fits the original.
+JSON Schema allows objects to have properties that the schema does not mention. Small models keep
+adding those, so objects are closed, as in vLLM. Every answer that matches the closed schema also
+matches the original.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from blockattn_rag.errors import GrammarError
 
 MOST_OPTIONAL = 2_000
-"""Maximum number of optional properties of one object. Compile time is quadratic in it."""
+"""Maximum number of optional properties in an object. Compile time is quadratic in it."""
 
 # Formats that llguidance supports.
 _FORMATS = frozenset(
@@ -34,9 +34,9 @@ _OPEN = ("additionalProperties", "patternProperties", "unevaluatedProperties")
 
 
 def prepared(schema: dict[str, Any]) -> dict[str, Any]:
-    """Copy a schema with closed objects and without unsupported formats.
+    """Copy a schema with closed objects, and without unsupported formats.
 
-    Objects stay open if they require a property that they do not name. If the schema combines
+    Objects stay open if they require a property that they do not define. If the schema combines
     schemas, all objects stay open, because a property may belong to another part.
     """
     try:
@@ -85,11 +85,11 @@ def _can_close(node: dict[str, Any]) -> bool:
 
 
 def _nodes(node: Any) -> Iterator[dict[str, Any]]:
-    """All schemas in a schema, starting with itself."""
+    """Iterate over a schema and all schemas nested in it."""
     if isinstance(node, list):
         for item in node:
             yield from _nodes(item)
-    elif isinstance(node, dict):  # The values true and false are also schemas.
+    elif isinstance(node, dict):  # True and false are also schemas, but have nothing to close.
         yield node
         for name in _MAPS:
             if isinstance(node.get(name), dict):

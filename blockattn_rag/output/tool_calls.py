@@ -1,4 +1,4 @@
-"""Valid and invalid tool calls, and strict parsing of JSON."""
+"""Valid and invalid tool calls, and strict JSON parsing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 ID_LENGTH = 9
-"""Length of a call's id. Mistral's chat templates require it; others accept it."""
+"""Length of call ids. Mistral's chat templates require it, others accept it."""
 
 _HALF = re.compile("[\ud800-\udfff]")
 
@@ -22,14 +22,14 @@ def new_call_id() -> str:
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A tool call: name of the tool, and arguments by name."""
+    """A tool call: tool name, and arguments by name."""
 
     name: str
     arguments: dict[str, Any]
     id: str = field(default_factory=new_call_id)
 
     def to_dict(self) -> dict[str, Any]:
-        """The call as messages of chat templates contain it."""
+        """Convert the call to the form used in chat messages."""
         function = {"name": self.name, "arguments": self.arguments}
         return {"type": "function", "id": self.id, "function": function}
 
@@ -39,7 +39,7 @@ class InvalidToolCall:
     """An invalid tool call in a model's answer.
 
     Args:
-        error: What was found and what was expected.
+        error: Description of what was expected and found.
     """
 
     text: str
@@ -51,7 +51,7 @@ class InvalidToolCall:
 def read_call(
     value: Any, text: str, argument_keys: Sequence[str] = ("arguments",)
 ) -> ToolCall | InvalidToolCall:
-    """Parse a JSON value as a call. Unknown fields make the call invalid."""
+    """Parse a JSON value as a call, which is invalid if it has unknown fields."""
     if not isinstance(value, dict):
         return InvalidToolCall(text, f"Expected a JSON object, found {_kind(value)}")
     name = value.get("name")
@@ -73,10 +73,10 @@ def read_call(
 
 
 def decode_json(text: str, start: int = 0) -> tuple[Any, int]:
-    """Parse the JSON value that begins at an index, and return the index of its end."""
+    """Parse the JSON value that begins at ``start``. Returns the value and its end index."""
     value, end = _DECODER.raw_decode(text, start)
     if half := _HALF.search(json.dumps(value, ensure_ascii=False)):
-        raise ValueError(f"Found {half[0]!a}, half of a surrogate pair")
+        raise ValueError(f"Found {half[0]!a}, which is a lone surrogate")
     return value, end
 
 

@@ -1,4 +1,4 @@
-"""Formats of tool calls, as documented by the vendors of the models, and their grammars."""
+"""Tool-call formats, as documented by model vendors, and their grammars."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from blockattn_rag.prompts.blocks import Span
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """How a family of models writes tool calls.
+    """How a model family writes tool calls.
 
     Args:
-        opening: Mark before a call, or before a list of calls.
-        closing: Mark after a call. Empty: the call ends where its JSON ends.
-        is_list: Whether all calls are written as one JSON list.
-        arguments_mark: Mark between a tool's name and its arguments, for formats that do not write
-            both as one JSON object.
-        id_mark: Optional mark between the tool's name and the call's id.
-        argument_keys: Accepted keys of a call's arguments, the documented key first.
-        is_bare: Whether a JSON object at the start of an answer is a call without ``opening``.
-        one_a_message: Whether each message of the history has at most one call.
+        opening: Mark before a call or a list of calls.
+        closing: Mark after a call. Empty: the call ends with its JSON.
+        is_list: Whether calls are written as a single JSON list.
+        arguments_mark: Mark between a tool's name and its arguments, in formats that do not put
+            both in one JSON object.
+        id_mark: Optional mark between tool name and call id.
+        argument_keys: Accepted keys for a call's arguments, with the documented key first.
+        is_bare: Whether a JSON object at the start of an answer is a call even without ``opening``.
+        one_a_message: Whether each message in the history has at most one call.
     """
 
     name: str
@@ -42,12 +42,12 @@ class ToolFormat:
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """Marks that must be kept in an answer's text, even if they are control tokens."""
+        """Marks that must be kept in an answer's text even if they are control tokens."""
         marks = (self.opening, self.closing, self.arguments_mark, self.id_mark)
         return tuple(mark for mark in marks if mark)
 
     def written(self, calls: Sequence[ToolCall]) -> tuple[Span, ...]:
-        """Calls as the model would write them, for chat templates that do not render calls."""
+        """Write calls as the model would, for chat templates that do not render calls."""
         before, between, after = "\n", f"\n{self.closing}\n{self.opening}\n", f"\n{self.closing}"
         if self.is_list:
             before, between, after = "[", ", ", "]"
@@ -62,15 +62,15 @@ class ToolFormat:
 FORMATS: dict[str, ToolFormat] = {
     form.name: form
     for form in (
-        # Hermes 2 and 3, Qwen 2.5 and 3, SmolLM3, Granite 4: an object between tags for each call.
+        # Hermes 2 and 3, Qwen 2.5 and 3, SmolLM3, Granite 4: one object between tags per call.
         ToolFormat("hermes", opening="<tool_call>", closing="</tool_call>"),
-        # Mistral up to tokenizer version 7: one list.
+        # Mistral up to tokenizer version 7: a single list.
         ToolFormat("mistral", opening="[TOOL_CALLS]", is_list=True),
-        # Mistral since version 11: opening, name and arguments for each call.
+        # Mistral from version 11: opening, name and arguments for each call.
         ToolFormat(
             "mistral_args", opening="[TOOL_CALLS]", arguments_mark="[ARGS]", id_mark="[CALL_ID]"
         ),
-        # Granite 3: one list.
+        # Granite 3: a single list.
         ToolFormat("granite", opening="<|tool_call|>", is_list=True),
         # Llama 3.1 to 3.3: the answer is an object, {"name": ..., "parameters": ...}.
         ToolFormat(
@@ -82,17 +82,17 @@ FORMATS: dict[str, ToolFormat] = {
         ),
     )
 }
-"""The known formats by name. Later formats also accept calls in other forms."""
+"""Known formats by name. Later formats also accept other forms of calls."""
 
 
 def mark_ids(form: ToolFormat, tokenizer: Any) -> dict[str, int]:
-    """Token ids of the marks that are single added tokens of a transformers tokenizer."""
+    """Token ids of marks that are single added tokens of a transformers tokenizer."""
     added = getattr(tokenizer, "added_tokens_decoder", {})
     numbers = {str(token): number for number, token in added.items()}
     return {mark: numbers[mark] for mark in form.marks if mark in numbers}
 
 
-# Calls are written as chat templates write them, without optional white space.
+# Calls have the white space that chat templates write, and no other.
 _JSON = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
@@ -105,13 +105,13 @@ def calls_grammar(
     answer: dict[str, Any] | None = None,
     or_text: bool = False,
 ) -> str:
-    """Grammar of an answer that is one or more tool calls, in llguidance's dialect of Lark.
+    """Create a grammar for answers with one or more tool calls, in llguidance's dialect of Lark.
 
     Args:
-        tokenizer: Transformers tokenizer of the model. A mark that is an added token must be
-            generated as this token; other marks are text.
-        several: Whether the answer may have more than one call.
-        answer: JSON schema of an alternative to calls.
+        tokenizer: The model's transformers tokenizer. A mark that is an added token must be
+            generated as that token. Other marks are text.
+        several: Whether an answer may have more than one call.
+        answer: JSON schema for answers without calls.
         or_text: Whether text is allowed instead of calls. It must not start like a call.
     """
     numbers = mark_ids(form, tokenizer)
@@ -142,7 +142,7 @@ def calls_grammar(
     elif form.arguments_mark:
         start = f"{opening} call" + (f" ({opening} call)*" if several else "")
     else:
-        start = "call"  # Llama's chat templates allow one call per message.
+        start = "call"  # Llama's chat templates only allow one call per message.
     if answer is not None or or_text:
         rules.append(f"calls: {start}")
         start = "calls | answer"

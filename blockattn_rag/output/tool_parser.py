@@ -1,4 +1,4 @@
-"""Parser of answers with text and tool calls."""
+"""Parser for answers with text and tool calls."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from blockattn_rag.output.tool_formats import ToolFormat, mark_ids
 _NAME = re.compile(r'\[?\s*\{\s*"name"\s*:\s*"([^"\\]+)"')
 _VISIBLE = re.compile(r"\S")
 _WINDOW = 8
-"""Number of tokens that determine how the next token is decoded."""
+"""Number of previous tokens that affect how a token is decoded."""
 
 
 class ReadAnswer(NamedTuple):
@@ -33,9 +33,9 @@ class ReadAnswer(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """Position of a mark in an answer, from ``start`` to ``end``.
+    """Position of a mark in an answer's text, from ``start`` to ``end``.
 
-    Control tokens are not in an answer's text, so their start is their end.
+    Control tokens do not appear in the text, so their start equals their end.
     """
 
     start: int
@@ -55,29 +55,29 @@ def parse_answer(
     """Parse a finished answer.
 
     Args:
-        text: Text of the answer, without control tokens.
+        text: Text of the answer without control tokens.
         names: Names of the tools.
         token_ids: Token ids of the answer.
-        tokenizer: Transformers tokenizer of the model. Marks that are single tokens count only
-            where ``token_ids`` has the token, so that a quoted call remains text. None: marks are
+        tokenizer: The model's transformers tokenizer. Marks that are single tokens only count where
+            ``token_ids`` contains the token, so that quoted calls remain text. None: marks are
             recognized in the text.
     """
     return CallParser(form, names, tokenizer).parse(text, token_ids)
 
 
 class CallParser:
-    """Parses the finished answers of a model with tools.
+    """Parses answers of a model with tools.
 
-    White space next to a call is dropped. An invalid call is returned as such and never repaired.
-    The answer ends at a call that repeats the previous one, or at the first valid call if only one
-    is allowed; later text and calls are dropped.
+    White space next to calls is dropped. Invalid calls are reported, and never repaired. The answer
+    ends at a call that repeats the previous one, or at the first valid call if only one is allowed.
+    Later text and calls are dropped.
 
     Args:
         names: Names of the tools. If an answer starts with a JSON object that has no opening mark
             and is not a valid call, it is an invalid call if it has one of these names, else text.
-        only_first: Whether an answer that does not start with a call is entirely text. True if a
+        only_first: Whether answers that do not start with a call are entirely text. True if a
             grammar decides between calls and text.
-        parallel: Whether the answer may have several calls.
+        parallel: Whether an answer may have several calls.
     """
 
     def __init__(
@@ -103,18 +103,18 @@ class CallParser:
         """Parse a finished answer.
 
         Args:
-            text: Text that the model generated, without control tokens.
-            token_ids: Token ids of the complete answer, including control tokens.
-            start: Index in the text at which the answer starts, after the model's thoughts.
+            text: Generated text without control tokens.
+            token_ids: All generated token ids, including control tokens.
+            start: Index in the text where the answer starts, after the model's thoughts.
         """
         return _Reader(self, text, self._marks(text, token_ids, start)).read(start)
 
     def shown(self, text: str, token_ids: Sequence[int] = (), start: int = 0) -> tuple[int, bool]:
-        """The part of an unfinished answer that can be shown; see ``parse`` for the arguments.
+        """Find how much of an incomplete answer can be streamed; see ``parse`` for the arguments.
 
         Returns:
-            Index of the end of the text before the first call, and whether a call has begun. After
-            a call has begun, the remaining text is not known until the answer is finished.
+            End index of the text before the first call, and whether a call has begun. Once a call
+            has begun, the remaining text is unknown until the answer is complete.
         """
         form, answer = self.form, text[start:].lstrip()
         if form.is_bare and (not answer or answer.startswith("{")):
@@ -138,8 +138,7 @@ class CallParser:
         marks = [Mark(*match.span(), match[0]) for match in self._spelled.finditer(text)]
         if not self._tokens.keys().isdisjoint(token_ids):
             marks = sorted([*marks, *self._token_marks(text, token_ids)])
-        # A control token after the thoughts may come before white space that belongs to the
-        # thoughts.
+        # A control token after the thoughts may precede white space that belongs to the thoughts.
         marks = [mark for mark in marks if mark.start >= len(text[:start].rstrip())]
         return [
             Mark(max(mark.start, start), max(mark.end, start), mark.text, number)
@@ -147,7 +146,7 @@ class CallParser:
         ]
 
     def _token_marks(self, text: str, token_ids: Sequence[int]) -> list[Mark]:
-        """The marks that are tokens."""
+        """Find the marks that are tokens."""
         marks, end, first = [], 0, 0
         for index, token in enumerate(token_ids):
             if (mark := self._tokens.get(token)) is None:
@@ -156,7 +155,7 @@ class CallParser:
             new = token_ids[first:index]
             start = end + len(self._decode([*before, *new])) - len(self._decode(before))
             end, first = start + len(self._decode([token])), index + 1
-            if end <= len(text):  # The mark was not removed with a stop string.
+            if end <= len(text):  # The mark was not cut off by a stop string.
                 marks.append(Mark(start, end, mark))
         return marks
 
@@ -174,12 +173,12 @@ class _Reader:
         self._text = text
         self._marks = marks
         self._starts = [mark.start for mark in marks]
-        self._next = 0  # Index of the first mark that was not read.
+        self._next = 0  # Index of the first unread mark.
         self._calls: list[ToolCall | InvalidToolCall] = []
-        self._latest = ""  # The previous call, if only white space follows it.
+        self._latest = ""  # The previous call, if only white space has followed.
         self._may_be_bare = parser.form.is_bare
         self._shown = ""
-        self._blank = ""  # White space before the calls since the latest text.
+        self._blank = ""  # White space before the calls since the last text.
 
     def read(self, at: int) -> ReadAnswer:
         is_over = False
@@ -196,7 +195,7 @@ class _Reader:
         )
 
     def _read_part(self, at: int) -> tuple[str, list[ToolCall | InvalidToolCall], int] | None:
-        """Text before the next calls, the calls, and the index of the end of the calls."""
+        """Read the next calls. Returns the text before them, the calls, and their end index."""
         opening = self._mark(at, self._form.opening)
         bare = self._bare_start(at, opening) if self._may_be_bare else None
         if bare is not None:
@@ -227,7 +226,7 @@ class _Reader:
             self._latest = ""
 
     def _add_call(self, call: ToolCall | InvalidToolCall) -> bool:
-        """Add a call. Returns whether the answer continues."""
+        """Add a call, and return whether the answer continues."""
         said = call.arguments if isinstance(call, ToolCall) else call.text
         latest, self._latest = self._latest, json.dumps([call.name, said], sort_keys=True)
         if latest == self._latest:
@@ -239,7 +238,7 @@ class _Reader:
         return self._parser.parallel or isinstance(call, InvalidToolCall)
 
     def _bare_start(self, at: int, opening: Mark | None) -> int | None:
-        """Start of a call without opening mark: at the start of an answer, or after a call."""
+        """Start of a call without an opening mark, at the start of an answer or after a call."""
         start = self._visible(at)
         if self._calls and self._text.startswith(";", start):
             start = self._visible(start + 1)
@@ -247,7 +246,7 @@ class _Reader:
         return start if self._text.startswith("{", start) and not is_marked else None
 
     def _read_calls(self, start: int) -> tuple[list[ToolCall | InvalidToolCall], int]:
-        """The calls that begin at an index, and the index of the end of the calls."""
+        """Read the calls that begin at ``start``. Returns them and their end index."""
         form, text = self._form, self._text
         name, call_id, begin = self._read_head(start)
         end = start
@@ -272,7 +271,7 @@ class _Reader:
     def _read_malformed(
         self, start: int, at: int, name: str | None, error: str
     ) -> tuple[list[ToolCall | InvalidToolCall], int]:
-        """An invalid call, which ends at the next mark from ``at`` on."""
+        """Read an invalid call, which ends at the next mark from ``at`` on."""
         if name is None and (match := _NAME.match(self._text, self._visible(start))):
             name = match[1]
         mark = self._mark(at, self._form.opening, self._form.closing)
@@ -289,8 +288,8 @@ class _Reader:
         return mark.end
 
     def _read_head(self, start: int) -> tuple[str | None, str | None, int | None]:
-        """The name and id before the JSON, if the format has them there, and the start of the
-        JSON."""
+        """Read the name and id before the JSON, if the format puts them there, and the JSON's
+        start."""
         form, begin = self._form, self._visible(start)
         mark = self._mark(start, *form.marks) if form.arguments_mark else None
         is_json = bool(form.closing) or self._text.startswith(("[", "{"), begin)
@@ -309,9 +308,9 @@ class _Reader:
         return name, call_id, self._visible(mark.end)
 
     def _read_values(self, at: int, *, is_arguments: bool) -> tuple[list[Any], int]:
-        """The objects of a call, or of a list of calls, and the index of their end.
+        """Read the objects of a call, or of a list of calls. Returns them and their end index.
 
-        A list ends at an object that repeats the previous one, because models may repeat a call
+        A list ends at an object that repeats the previous one, because models may repeat calls
         until the answer is cut off.
         """
         text = self._text
@@ -336,7 +335,7 @@ class _Reader:
             at = self._visible(at + 1)
 
     def _mark(self, at: int, *kinds: str) -> Mark | None:
-        """The next unread mark of these kinds, from an index on."""
+        """Next unread mark of these kinds at or after an index."""
         places = range(max(self._next, bisect_left(self._starts, at)), len(self._marks))
         return next((self._marks[i] for i in places if self._marks[i].text in kinds), None)
 

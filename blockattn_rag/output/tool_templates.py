@@ -1,4 +1,4 @@
-"""Detection of a chat template's support for tools, by rendering a tool, a call and its result."""
+"""Detects tool support in a chat template by rendering a tool, a call and its result."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ _IN_WORDS = (
 
 @dataclass(frozen=True, slots=True)
 class ToolTemplate:
-    """Tool support of a chat template.
+    """Tool support in a chat template.
 
     Args:
-        variable: Template variable for the definitions of tools. None: the template does not
-            support tools, so the definitions are appended to the last user message as text.
+        variable: Template variable for tool definitions. None: the template does not support tools,
+            so definitions are appended to the last user message as text.
         is_wrapped: Whether each definition is ``{"type": "function", "function": ...}`` rather than
-            the function alone.
-        shows_calls: Whether the template renders calls of earlier messages. If not, they are added
-            to the contents of the messages.
+            just the function.
+        shows_calls: Whether the template renders calls in earlier messages. If not, they are added
+            to the messages' contents.
     """
 
     form: ToolFormat
@@ -57,7 +57,7 @@ class ToolTemplate:
         tools: Sequence[Mapping[str, Any]],
         **template_kwargs: Any,
     ) -> Spans:
-        """Render messages and tools as a prompt; see ``chat_spans``."""
+        """Render messages and tools to a prompt; see ``chat_spans``."""
         if self.variable is None:
             return chat_spans(tokenizer, self._with_tools(messages, tools), **template_kwargs)
         return chat_spans(
@@ -76,7 +76,7 @@ class ToolTemplate:
         return turns if self.shows_calls else [self._with_written_calls(turn) for turn in turns]
 
     def _with_ids(self, message: Message) -> Message:
-        """Convert the ids in a message to the form that Mistral's templates require."""
+        """Convert a message's ids to the form that Mistral's templates require."""
         if not self.form.name.startswith("mistral"):
             return message
         turn = dict(message)
@@ -87,7 +87,7 @@ class ToolTemplate:
         return turn
 
     def _with_written_calls(self, message: Message) -> Message:
-        """Move the calls of a message into its content."""
+        """Move a message's calls into its content."""
         turn = dict(message)
         if not (calls := turn.pop("tool_calls", None)):
             return turn
@@ -100,7 +100,7 @@ class ToolTemplate:
     def _with_tools(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
     ) -> list[dict[str, Any]]:
-        """Append the definitions to the last user message, so that passages before them stay
+        """Append tool definitions to the last user message, so that earlier passages remain
         blocks."""
         functions = [json.dumps(tool["function"], ensure_ascii=False) for tool in tools]
         words = _IN_WORDS.format(
@@ -119,11 +119,11 @@ class ToolTemplate:
 
 
 def without_tools(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Convert messages for a chat template without tools: drop calls, and show results as user
+    """Convert messages for a chat template without tools: drop calls, and turn results into user
     text.
 
     A result is moved before the question that it answers, because the question must be in the final
-    block, after all passages.
+    block after all passages.
     """
     turns: list[dict[str, Any]] = []
     for turn in messages:
@@ -144,7 +144,7 @@ def _short_id(call_id: str) -> str:
 
 
 def _one_call_each(turns: Sequence[Message]) -> list[Message]:
-    """Split messages with several calls into one message per call, each before its result."""
+    """Split messages with several calls into one message per call, each followed by its result."""
     split: list[Message] = []
     moved: set[int] = set()  # Indices of results that already follow their calls.
     for place, turn in enumerate(turns):
@@ -184,16 +184,16 @@ _known: dict[str, _Probed] = {}
 
 
 def tool_template(tokenizer: Any) -> ToolTemplate | None:
-    """Detect the tool support of a tokenizer's chat template.
+    """Detect tool support in a tokenizer's chat template.
 
     Returns:
-        None if the template does not support tools, or the format of the calls is unknown.
+        None if the template does not support tools, or if the format of its calls is unknown.
     """
     return _probed(tokenizer).tools
 
 
 def shows_results(tokenizer: Any) -> bool:
-    """Whether the chat template of a tokenizer renders the results of tools."""
+    """Whether a tokenizer's chat template renders tool results."""
     return _probed(tokenizer).shows_results
 
 
@@ -225,7 +225,7 @@ def _probe(tokenizer: Any, source: str) -> _Probed:
             return ""
         return str(rendered)
 
-    # Without the word "tool", the template renders messages of any role.
+    # A template without the word "tool" renders messages of any role.
     shows = "tool" in source and _RESULT in render(history)
     for variable, is_wrapped in (("tools", True), ("xml_tools", False)):
         tools = {variable: [_TOOL if is_wrapped else _FUNCTION]}
@@ -234,15 +234,15 @@ def _probe(tokenizer: Any, source: str) -> _Probed:
     else:
         return _Probed(None, shows)
     text = render(history, **tools)
-    asked = _THOUGHTS.sub("", asked)  # A mark of thoughts may start like a mark of calls.
+    asked = _THOUGHTS.sub("", asked)  # Marks of thoughts may start like marks of calls.
     begin = len(os.path.commonprefix([asked, text]))  # noqa: RUF071 (characters are meant)
     answer = text[begin:].partition(_RESULT)[0]
     template = ToolTemplate(FORMATS["hermes"], variable, is_wrapped)
     if "kvvalue" in answer:
-        # The template uses the first format that can parse the call.
+        # The first format that can parse the call is the template's format.
         forms = (form for form in FORMATS.values() if _reads_back(answer, form))
     else:
-        # The template renders no calls, but its instructions may show how to write them.
+        # The template does not render calls, but its instructions may show how to write them.
         described = (FORMATS["granite"], FORMATS["hermes"])
         forms = (form for form in described if form.opening in source)
         template = replace(template, shows_calls=False)

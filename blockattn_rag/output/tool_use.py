@@ -1,4 +1,4 @@
-"""Tools of a request, and the parser of its answer."""
+"""A request's tools, and the parser for its answer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from blockattn_rag.prompts.chat_template import Message, Spans, chat_spans, has_
 AUTO, REQUIRED, NONE = "auto", "required", "none"
 
 TOOL_OPTIONS = ("tools", "tool_choice", "parallel_tool_calls", "tool_calls")
-"""Names of the options for tools."""
+"""Names of the options that concern tools."""
 
 _CHOICES: dict[object, str] = {
     **dict.fromkeys((None, AUTO), AUTO),
@@ -32,13 +32,13 @@ _CHOICES: dict[object, str] = {
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """The tools of a request.
+    """Tools of a request.
 
     Args:
-        choice: ``"auto"``: the model may call tools; ``"required"``: it must call one; or the name
-            of the tool that it must call. Required calls are enforced by a grammar.
+        choice: ``"auto"``: the model may call tools. ``"required"``: it must call a tool. Any other
+            string is the name of the tool that it must call. A grammar enforces required calls.
         parallel: Whether the model may make several calls at once.
-        constrained: Whether a grammar decides between text and calls from the first token on.
+        constrained: Whether a grammar separates text from calls, starting with the first token.
     """
 
     template: ToolTemplate
@@ -51,20 +51,20 @@ class ToolUse:
     def of_call(
         cls, call: Mapping[str, Any], load_tokenizer: Callable[[], Any], model_name: str | None
     ) -> ToolUse | None:
-        """Parse the tools of a request. Returns None if no tool may be called.
+        """Parse a request's tools. Returns None if no tool may be called.
 
         Args:
             call: Options of the request. ``tools``: definitions. ``tool_choice``: None, ``"auto"``,
                 ``"none"``, ``"any"``, ``"required"``, a bool, a tool's name or ``{"type":
                 "function", "function": {"name": ...}}``. ``parallel_tool_calls``: bool.
                 ``tool_calls``: None, ``"free"`` or ``"constrained"``.
-            load_tokenizer: Returns the tokenizer; not called if there are no tools.
+            load_tokenizer: Function that returns the tokenizer. Not called if there are no tools.
         """
         tools, calls = call.get("tools") or (), call.get("tool_calls")
         _check_definitions(tools)
         choice = choice_of(call.get("tool_choice"), tools)
         if tools and calls not in (None, "free", "constrained"):
-            raise ValueError(f"tool_calls must be 'free' or 'constrained'; found {calls!r}")
+            raise ValueError(f"Invalid tool_calls {calls!r}: expected 'free' or 'constrained'")
         if not tools or choice == NONE:
             return None
         tokenizer = load_tokenizer()
@@ -75,10 +75,10 @@ class ToolUse:
             )  # A grammar enforces the format.
         if template is None:
             raise ValueError(
-                f"The chat template of {model_name or 'this model'} supports no tools, or writes "
-                "calls in an unknown format (known: Hermes and Qwen, Llama 3, Mistral, Granite, "
-                "SmolLM3). Use another model, set the tokenizer's chat_template to one that "
-                "supports tools, require a call (tool_choice), or leave out the tools: "
+                f"The chat template of {model_name or 'this model'} does not support tools, or "
+                "uses an unknown format for calls (known: Hermes and Qwen, Llama 3, Mistral, "
+                "Granite, SmolLM3). Use another model, set the tokenizer's chat_template to one "
+                "that supports tools, require a call (tool_choice), or omit the tools: "
                 "RetrieveFirst retrieves passages without tool calls (docs/guides/agents.md)"
             )
         return cls(
@@ -90,10 +90,10 @@ class ToolUse:
         )
 
     def engine_options(self, tokenizer: Any, options: Mapping[str, Any]) -> dict[str, Any]:
-        """The engine's options for a request with these tools.
+        """Create the engine's options for a request with these tools.
 
-        If the caller requests JSON and the model may call tools, a grammar allows either. If the
-        model must call a tool, the grammar allows only calls. Other grammars are passed unchanged.
+        If the caller requests JSON and the model may call tools, a grammar allows both. If the
+        model must call a tool, only calls are allowed. Other grammars are passed on unchanged.
 
         Raises:
             ValueError: The caller's grammar conflicts with required or constrained calls.
@@ -103,8 +103,8 @@ class ToolUse:
         grammar = _grammar_of(options)
         if grammar is not None and not _is_json(grammar):
             raise ValueError(
-                f"Found {grammar} with tools whose calls are required or constrained: an answer "
-                "cannot satisfy both; remove structured_outputs, or tool_choice and tool_calls"
+                f"Found {grammar} with tools whose calls are required or constrained, but no "
+                "answer can satisfy both: remove structured_outputs, or tool_choice and tool_calls"
             )
         may = self.tools
         if self.choice not in (AUTO, REQUIRED):
@@ -129,7 +129,7 @@ class ToolUse:
         )
 
     def _decides(self, options: Mapping[str, Any]) -> bool:
-        """Whether a grammar decides between calls and anything else, from the first token on."""
+        """Whether a grammar separates calls from anything else, starting with the first token."""
         if self.choice != AUTO or self.constrained:
             return True
         grammar = _grammar_of(options)
@@ -148,7 +148,7 @@ def prompt_spans(
 
 
 def choice_of(choice: Any, tools: Sequence[Mapping[str, Any]]) -> str:
-    """Normalize a tool choice to the values of ``ToolUse.choice``, or ``"none"``."""
+    """Normalize a tool choice to a value of ``ToolUse.choice``, or ``"none"``."""
     names = [tool["function"]["name"] for tool in tools]
     if isinstance(choice, Mapping):
         function = choice.get("function", choice)
@@ -160,29 +160,29 @@ def choice_of(choice: Any, tools: Sequence[Mapping[str, Any]]) -> str:
         if choice in _CHOICES:
             known = _CHOICES[choice]
             if known == REQUIRED and not tools:
-                raise ValueError(f"tool_choice={choice!r} needs a tool, found none")
+                raise ValueError(f"tool_choice={choice!r} requires at least one tool, found none")
             return known
         if choice in names:
             return str(choice)
     raise ValueError(
-        f"tool_choice must be 'auto', 'none', 'any', 'required', or the name of a tool "
-        f"({', '.join(names)}); found {choice!r}"
+        f"Invalid tool_choice {choice!r}: expected 'auto', 'none', 'any', 'required', or the name "
+        f"of a tool ({', '.join(names)})"
     )
 
 
 def with_default_calls(defaults: Mapping[str, Any], call: Mapping[str, Any]) -> dict[str, Any]:
-    """Add the model's default of ``tool_calls`` to the options of a request."""
+    """Add the model's default for ``tool_calls`` to a request's options."""
     options = {name: value for name, value in defaults.items() if name in TOOL_OPTIONS}
     if others := [name for name in options if name != "tool_calls"]:
         raise ValueError(
-            f"Found {others[0]} in generate_kwargs, which accepts no option for tools except "
-            f"tool_calls; pass {others[0]} with each call, or bind it"
+            f"Found {others[0]} in generate_kwargs, which accepts no tool options except "
+            f"tool_calls: pass {others[0]} with each call, or bind it"
         )
     return {**options, **call}
 
 
 def without_tool_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of a request without the options for tools."""
+    """Return a request's options without those that concern tools."""
     return {name: value for name, value in options.items() if name not in TOOL_OPTIONS}
 
 

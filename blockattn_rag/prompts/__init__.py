@@ -1,6 +1,6 @@
-"""Prompts: splitting text into blocks, and blocks into token ids. Does not import torch.
+"""Prompts: splits text into blocks, and blocks into token ids. Does not import torch.
 
-The public names are the parts of a prompt, prompt formats, and functions that split text.
+Public names are the parts of a prompt, prompt formats, and functions that split text.
 """
 
 from blockattn_rag.prompts.blocks import Block, BlockPrompt, BlockTemplate, Span, handle_of

@@ -1,10 +1,10 @@
 """Blocks, and prompts made of blocks.
 
-A prompt consists of context blocks and a final block. Each context block attends only to itself;
-the final block attends to everything (Block-Attention, section 2.1). This module handles only text.
+A prompt consists of context blocks and a final block. Each context block only attends to itself.
+The final block attends to everything (Block-Attention, section 2.1). This module only handles text.
 
-Every piece of text has an *origin*, which determines whether control tokens such as
-``<|im_start|>`` are parsed in it, and whether its KV may be stored (docs/security.md).
+Each piece of text has an *origin*, which determines whether control tokens such as ``<|im_start|>``
+are parsed in it, and whether its KV may be stored (docs/security.md).
 """
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 HANDLE_LENGTH = 32
-"""Number of hex digits in a handle: 128 bits of the sha256 of the block's text."""
+"""Number of hex digits in a handle: 128 bits of the SHA-256 of the block's text."""
 
 Origin = Literal["template", "prompt", "system", "conversation", "answer", "passage", "altered"]
-"""Who wrote a text.
+"""Author of a text.
 
 ``template``: the chat template. ``prompt``: the trusted caller of the engine. ``system``: a system
-message. ``conversation``: a question, a tool's result. ``answer``: an earlier answer of the model,
+message. ``conversation``: a question or a tool result. ``answer``: an earlier answer of the model,
 with its thoughts and tool calls. ``passage``: a passage with its original text. ``altered``: a
-passage whose text was changed after it was marked.
+passage that was changed after it was marked.
 
-Control tokens are parsed only in ``template`` and ``prompt``.
+Control tokens are only parsed in ``template`` and ``prompt``.
 """
 
 PASSAGES: frozenset[Origin] = frozenset({"passage", "altered"})
 
 
 class Keep(NamedTuple):
-    """Where the KV of a block may be kept. Decided once, by the block's origin (``keep_of``).
+    """Where a block's KV may be kept. Determined by the block's origin (``keep_of``).
 
     Args:
         is_private: Whether only private blocks can hit the KV, so that response times do not reveal
-            to users which passages are stored.
-        is_stored: Whether the KV is stored. Otherwise, it stays in memory.
+            which passages are stored.
+        is_stored: Whether the KV is stored. Otherwise, it only stays in memory.
     """
 
     is_private: bool
@@ -50,10 +50,10 @@ PRIVATE = Keep(is_private=True, is_stored=False)
 
 
 def keep_of(origin: Origin) -> Keep:
-    """Where the KV of a block with this origin may be kept.
+    """Determine where the KV of a block with this origin may be kept.
 
-    System messages are kept in memory first and stored on their second use, because many contain a
-    date or a name and are never used again.
+    System messages are first kept in memory, and stored on their second use, because many contain a
+    date or a name, and are never used again.
     """
     return Keep(origin not in ("passage", "system"), origin == "passage")
 
@@ -77,12 +77,12 @@ class Span(NamedTuple):
 
 
 def merged(spans: Iterable[Span], only: Origin | None = None) -> tuple[Span, ...]:
-    """Drop empty spans, and join adjacent spans of the same origin, except passages.
+    """Drop empty spans, and join adjacent spans with the same origin, except passages.
 
     Args:
-        only: The only origin whose spans are joined. Default: all.
+        only: Origin of the spans to join. Default: all origins.
     """
-    groups: list[tuple[Origin, list[str]]] = []  # Texts are joined at the end, in linear time.
+    groups: list[tuple[Origin, list[str]]] = []  # Join texts at the end, in linear time.
     for span in spans:
         joins = span.origin not in PASSAGES and only in (None, span.origin)
         if joins and groups and groups[-1][0] == span.origin:
@@ -98,9 +98,9 @@ def text_of(spans: Iterable[Span]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class BlockTemplate:
-    """Text of a prompt format before and after a passage, including the separator.
+    """Text that a prompt format adds before and after a passage, including the separator.
 
-    This text is part of the passage's block. Control tokens such as ``<|doc_start|>`` are parsed in
+    The text is part of the passage's block. Control tokens such as ``<|doc_start|>`` are parsed in
     it, but never in the passage.
     """
 
@@ -113,10 +113,10 @@ NO_TEMPLATE = BlockTemplate()
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A span of text whose tokens attend only to one another.
+    """A piece of text whose tokens only attend to each other.
 
     Args:
-        text: Canonical text. The handle is its digest.
+        text: Canonical text, whose digest is the handle.
         template: Text before and after ``text`` when the block is encoded.
         spans: ``text`` by origin. Default: one passage.
     """
@@ -130,7 +130,7 @@ class Block:
         if not isinstance(self.text, str):
             raise TypeError(f"A block's text must be a str, found {type(self.text).__name__}")
         if not self.rendered:
-            raise ValueError("A block's text is empty; remove empty passages from the prompt")
+            raise ValueError("A block's text is empty: remove empty passages from the prompt")
         spans = merged(self.spans or [Span(self.text, "passage")])
         if text_of(spans) != self.text:
             raise ValueError("A block's spans must concatenate to its text")
@@ -144,9 +144,9 @@ class Block:
 
     @property
     def origin(self) -> Origin:
-        """The most private origin of the spans, which determines where the KV may be kept.
+        """The most private origin among the spans, which determines where the KV may be kept.
 
-        Text of the chat template counts as a system message.
+        Chat template text counts as a system message.
         """
         origins = {span.origin for span in self.spans}
         privacy: tuple[Origin, ...] = ("conversation", "answer", "prompt", "altered", "passage")
@@ -154,12 +154,12 @@ class Block:
 
     @property
     def is_passage(self) -> bool:
-        """Whether the block is a passage, intact or altered."""
+        """Whether the block is an intact or altered passage."""
         return self.origin in PASSAGES
 
     @property
     def rendered(self) -> str:
-        """The template and the text, as they are tokenized."""
+        """Template and text, as they are tokenized."""
         return self.template.before + self.text + self.template.after
 
     @property
@@ -170,7 +170,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class BlockPrompt:
-    """Prompt of a request: context blocks and the final block.
+    """A request's prompt: context blocks and the final block.
 
     Args:
         context: Blocks before the final block.
@@ -190,7 +190,7 @@ class BlockPrompt:
             if not isinstance(block, Block):
                 raise TypeError(f"Expected Block objects in context, found {type(block).__name__}")
         if not isinstance(self.final, str):
-            raise TypeError(f"Expected a str as final, found {type(self.final).__name__}")
+            raise TypeError(f"Expected final to be a str, found {type(self.final).__name__}")
         if not self.context and not self.final:
             raise ValueError("The prompt is empty: it has no context block and no final text")
         spans = merged(self.final_spans or [Span(self.final, "prompt")])
@@ -202,8 +202,7 @@ class BlockPrompt:
     def from_texts(cls, texts: Sequence[str | Block]) -> BlockPrompt:
         """Create a prompt from a list whose last item is the final block.
 
-        All other strings are passages, in which control tokens are not parsed. Empty strings are
-        dropped.
+        All other strings are passages, in which control tokens are not parsed. Drops empty strings.
         """
         is_list = isinstance(texts, Iterable) and not isinstance(texts, (str, bytes, Mapping))
         if not is_list or not texts:
@@ -213,7 +212,7 @@ class BlockPrompt:
             )
         *context, final = texts
         if isinstance(final, Block):
-            raise TypeError("The last item of a prompt is its final block and must be a str")
+            raise TypeError("The last item of a prompt is its final block, and must be a str")
         blocks = (
             text if isinstance(text, Block) else Block(text) for text in context if text != ""
         )
@@ -225,8 +224,8 @@ class BlockPrompt:
     ) -> BlockPrompt:
         """Create a prompt from spans. Each passage becomes a block with ``template``.
 
-        Text before the first passage is the first block, and text after the last passage is the
-        final block. Text between two passages is a separate block; white space between them is
+        Text before the first passage becomes the first block, and text after the last passage the
+        final block. Text between two passages becomes a separate block. White space between them is
         dropped, because the template has its own separator.
         """
         context: list[Block] = []

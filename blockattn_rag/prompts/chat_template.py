@@ -1,11 +1,11 @@
-"""Rendering of chat messages with a model's chat template, with the origin of each piece of text.
+"""Renders chat messages with a model's chat template, and tracks each piece of text's origin.
 
-A chat template is a program: it may trim, escape or drop contents. Its output does not show whether
-the template or a message wrote ``<|im_end|>``, but a question that quotes a control token must not
-end its turn. Every template is therefore rendered twice. The first rendering, with the contents,
-gives the text. The second rendering, with a slot in place of each content, gives the template's own
-text. Between the pieces of the template's text, each content must appear unchanged, trimmed or
-escaped.
+A chat template is a program that may trim, escape or drop contents. Its output does not show
+whether ``<|im_end|>`` came from the template or from a message, but a question that quotes a
+control token must not end its turn. Every template is therefore rendered twice. The first
+rendering, with the contents, produces the text. The second rendering, with a slot in place of each
+content, reveals the template's own text. Between the pieces of the template's text, each content
+must appear unchanged, trimmed or escaped.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ Message: TypeAlias = Mapping[str, Any]
 Render: TypeAlias = Callable[..., str]
 Spans: TypeAlias = tuple[Span, ...]
 
-# Templates compare the values of these fields or check their lengths, so values that consist of
-# harmless characters are passed unchanged. In ids, other characters are replaced one by one.
+# Templates compare the values of these fields, or check their lengths, so values with only harmless
+# characters are passed unchanged. In ids, other characters are replaced one by one.
 _COMPARED_FIELDS = ("role", "type", "name", "id", "tool_call_id")
 _ID_FIELDS = ("id", "tool_call_id")
 _HARMLESS = re.compile(r"[\w.:/ -]{0,128}")
@@ -46,7 +46,7 @@ _RESERVED = frozenset(
         *("raise_exception", "strftime_now", "tojson", "chat_template", "tokenize", "return_dict"),
     }
 )
-_GENERATION_TAG = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")  # Only transformers has this tag.
+_GENERATION_TAG = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")  # Only supported by transformers.
 
 
 def has_chat_template(tokenizer: Any) -> bool:
@@ -56,7 +56,7 @@ def has_chat_template(tokenizer: Any) -> bool:
 def render_chat(
     tokenizer: Any, messages: Sequence[Message], *, add_generation_prompt: bool = True
 ) -> str:
-    """Render messages as one string; see ``chat_spans``."""
+    """Render messages to one string; see ``chat_spans``."""
     return text_of(chat_spans(tokenizer, messages, add_generation_prompt=add_generation_prompt))
 
 
@@ -69,22 +69,22 @@ def chat_spans(
     add_generation_prompt: bool = True,
     **template_kwargs: Any,
 ) -> Spans:
-    """Render messages with the chat template of ``tokenizer``, as spans by origin.
+    """Render messages with the chat template of ``tokenizer``, and return spans by origin.
 
     Consecutive messages of one role are merged, because many templates require alternating roles.
     If the template has no system role, the system message is moved into the first user message.
     Spans of different messages are not joined, even if the template adds no text between them.
 
     Args:
-        messages: Messages with ``role``, ``content`` and any other fields that the template reads.
-            The content is a tuple of spans, or a string with markers around passages.
-        tools: Definitions of tools. Control tokens in definitions are not parsed.
-        template_kwargs: Other variables of the template, such as ``enable_thinking``.
+        messages: Messages with ``role``, ``content``, and other fields that the template reads. The
+            content is a tuple of spans, or a string with markers around passages.
+        tools: Tool definitions, in which control tokens are not parsed.
+        template_kwargs: Other template variables, such as ``enable_thinking``.
 
     Raises:
         ValueError: There are no messages, or a role is not a plain word.
         SegmentationError: The template drops passages, or changes contents beyond recognition.
-        jinja2.TemplateError: The template refuses the messages.
+        jinja2.TemplateError: The template rejects the messages.
     """
     render = partial(
         tokenizer.apply_chat_template,
@@ -102,7 +102,7 @@ def chat_spans(
     try:
         spans, shown = _trace(render, turns, defined, control)
     except (TemplateError, SegmentationError):
-        # The template refuses the messages or drops passages. Retry without a system role.
+        # The template rejects the messages or drops passages. Retry without a system role.
         if not has_system:
             raise
     else:
@@ -115,7 +115,7 @@ def chat_spans(
 
 
 def trace(render: Render, messages: Sequence[Message]) -> Spans:
-    """Render messages with ``render``, as spans by origin."""
+    """Render messages with ``render``, and return spans by origin."""
     return _trace(render, [_with_spans(message) for message in messages])[0]
 
 
@@ -125,11 +125,11 @@ def _trace(
     variables: Mapping[str, Any] | None = None,
     control_tokens: Sequence[str] = (),
 ) -> tuple[Spans, set[int]]:
-    """Prompt as spans, and the numbers of the slots in it. The first content has slot 0.
+    """Return a prompt as spans, and the numbers of its slots. The first content has slot 0.
 
     Args:
-        variables: Variables of the template. Strings in them that contain one of
-            ``control_tokens`` are treated as contents.
+        variables: Template variables. Strings in them that contain one of ``control_tokens`` are
+            treated as contents.
     """
     slots, values = _Slots(), variables or {}
     slotted = [slots.put_in(turn) for turn in turns]
@@ -146,10 +146,10 @@ def _trace(
         # contents, so that no part of a content is attributed to the template.
         if not set(slots.of_turn.values()) <= shown:
             raise SegmentationError(
-                "The chat template changes contents so that they cannot be found in its output, or "
-                "drops some; use a template that renders every message's content unchanged"
+                "The chat template drops contents, or changes them so that they cannot be found in "
+                "its output: use a template that renders every message's content unchanged"
             )
-        logger.debug("The chat template changes contents; using the original contents")
+        logger.debug("The chat template changes contents: using the original contents instead")
         contents = [
             _escaped(spans) if before.endswith('"') else spans
             for before, spans in zip(template, asked, strict=False)
@@ -161,20 +161,20 @@ def _trace(
 
 
 def _check_passages_are_shown(turns: Sequence[Message], slots: _Slots, shown: set[int]) -> None:
-    """Refuse a template that silently drops a message with passages."""
+    """Reject a template that silently drops a message with passages."""
     for turn in turns:
         number = slots.of_turn.get(id(turn))
         if number not in shown and any(span.origin in PASSAGES for span in turn["content"]):
             raise SegmentationError(
-                f"The chat template renders no message of the role {turn['role']!r}, so its "
-                "passages are lost; use another template, or put the passages into a user message"
+                f"The chat template does not render messages with the role {turn['role']!r}, which "
+                "would drop passages: use another template, or put the passages in a user message"
             )
 
 
 def _with_spans(message: Message) -> dict[str, Any]:
     role = message["role"]
     if not isinstance(role, str) or not _HARMLESS.fullmatch(role):
-        raise ValueError(f"Found the role {role!r:.60}; a role is a plain word such as 'user'")
+        raise ValueError(f"Invalid role {role!r:.60}: expected a plain word, such as 'user'")
     return {**_plain_ids(message), "content": spans_of(message)}
 
 
@@ -188,7 +188,7 @@ def spans_of(message: Message) -> Spans:
 def _plain_ids(message: Any) -> Any:
     """Replace tool-call ids with plain words of the same length, up to 128 characters.
 
-    The length is kept because some templates check it.
+    The length stays the same, because some templates check it.
     """
     if isinstance(message, (list, tuple)) and not isinstance(message, Span):
         return type(message)(_plain_ids(item) for item in message)
@@ -198,13 +198,13 @@ def _plain_ids(message: Any) -> Any:
     for key, value in message.items():
         if key in _ID_FIELDS and isinstance(value, str):
             plain[key] = _HARMFUL_CHARACTER.sub("_", value)[:128]
-        elif key != "arguments":  # Keys of arguments are arbitrary.
+        elif key != "arguments":  # Argument names are arbitrary.
             plain[key] = _plain_ids(value)
     return plain
 
 
 def _with_reasoning(turn: dict[str, Any]) -> dict[str, Any]:
-    """Move an answer's thoughts to ``reasoning_content``, for templates that render this field."""
+    """Move an answer's thoughts to ``reasoning_content`` for templates that render this field."""
     text = text_of(turn["content"])
     if turn["role"] != "assistant" or "</think>" not in text or "reasoning_content" in turn:
         return turn
@@ -226,7 +226,7 @@ def _merge_same_role(messages: Sequence[Message]) -> list[dict[str, Any]]:
     turns: list[dict[str, Any]] = []
     for message in map(_with_spans, messages):
         last = turns[-1] if turns else {}
-        # Messages with other fields, such as tool calls, are not merged.
+        # Do not merge messages with other fields, such as tool calls.
         if last.get("role") == message["role"] and {*last, *message} == {"role", "content"}:
             between = Span("\n\n", origin_of(message["role"]))
             last["content"] += [between, *message["content"]]
@@ -236,7 +236,7 @@ def _merge_same_role(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 class _Slots:
-    """Placeholders for contents. Their names cannot be guessed."""
+    """Placeholders for contents, with unguessable names."""
 
     def __init__(self) -> None:
         self._name = f"Kv{secrets.token_hex(8)}"
@@ -245,7 +245,7 @@ class _Slots:
         self.of_turn: dict[int, int] = {}  # Slot of the content, by id(message).
 
     def put_in(self, turn: Message) -> dict[str, Any]:
-        """Replace a message's content and all other untrusted strings with slots."""
+        """Replace a message's content, and all other untrusted strings, with slots."""
         if text_of(turn["content"]).strip():
             self.of_turn[id(turn)] = len(self.spans)
         content = self._slot(turn["content"])
@@ -254,7 +254,7 @@ class _Slots:
         return rest | {"content": content}
 
     def instead_of(self, value: Any, tokens: Sequence[str]) -> Any:
-        """Replace the strings in a value that contain one of the tokens with slots."""
+        """Replace strings in a value with slots if they contain one of the tokens."""
         if isinstance(value, Mapping):
             pairs = value.items()
             return {self.instead_of(k, tokens): self.instead_of(v, tokens) for k, v in pairs}
@@ -274,7 +274,7 @@ class _Slots:
             return [self._replaced(item, origin, name) for item in value]
         if not isinstance(value, str) or (name in _COMPARED_FIELDS and _HARMLESS.fullmatch(value)):
             return value
-        # Calls have no passages, so markers are removed.
+        # Calls contain no passages, so markers are removed.
         text = text_of(tuple(content_spans(value, origin)))
         return self._slot((Span(text, origin),))
 
@@ -286,7 +286,7 @@ class _Slots:
 
 
 def _find(contents: Sequence[Spans], text: str, template: Sequence[str]) -> list[Spans] | None:
-    """Find the contents in ``text``, between the pieces of the template. None: not found."""
+    """Find the contents in ``text``, between the pieces of the template, or return None."""
     if not text.startswith(template[0]):
         return None
     renderings, at = [], len(template[0])
@@ -302,7 +302,7 @@ def _find(contents: Sequence[Spans], text: str, template: Sequence[str]) -> list
 
 
 def _as_templates_show(spans: Spans) -> Iterator[Spans]:
-    """Renderings of a content by known templates: unchanged, trimmed, without thoughts, escaped."""
+    """Yield variants of a content as templates render it: trimmed, without thoughts, escaped."""
     text, end = text_of(spans), "</think>"
     starts = [0, text.rfind(end) + len(end)] if end in text else [0]
     parts = [part for start in starts for part in _trimmed(text, start)]
@@ -312,9 +312,9 @@ def _as_templates_show(spans: Spans) -> Iterator[Spans]:
 
 
 def _trimmed(text: str, start: int) -> Iterator[tuple[int, int]]:
-    """Bounds of ``text[start:]``, as templates trim it.
+    """Yield the bounds of ``text[start:]`` after each kind of trimming that templates do.
 
-    In order: unchanged, stripped at both ends, at the left, at the right, without leading newlines.
+    In order: none, on both sides, on the left, on the right, and only leading newlines.
     """
     end, right = len(text), len(text.rstrip())
     left, line = (end - len(text[start:].lstrip(blanks)) for blanks in (None, "\n"))
@@ -322,7 +322,7 @@ def _trimmed(text: str, start: int) -> Iterator[tuple[int, int]]:
 
 
 def _cut(spans: Spans, start: int, stop: int) -> Spans:
-    """The spans of ``text_of(spans)[start:stop]``."""
+    """Return the spans of ``text_of(spans)[start:stop]``."""
     kept, at = [], 0
     for span in spans:
         part = span.text[max(0, start - at) : max(0, stop - at)]
@@ -332,7 +332,7 @@ def _cut(spans: Spans, start: int, stop: int) -> Spans:
 
 
 def _escaped(spans: Spans, *, ensure_ascii: bool = False) -> Spans:
-    """Escape the text of spans as in a JSON string."""
+    """Escape the text of spans as in JSON strings."""
     dump = partial(json.dumps, ensure_ascii=ensure_ascii)
     changed = (_changed(span, dump(span.text)[1:-1]) for span in spans)
     return merged(changed, only="template")
@@ -347,19 +347,19 @@ def check_template_kwargs(tokenizer: Any, variables: Mapping[str, Any] | None) -
     """Validate template variables that an application sets, such as ``enable_thinking``.
 
     Args:
-        variables: Variables by name. Control tokens in values are parsed, so values must come from
-            the application, never from its users.
+        variables: Values by variable name. Control tokens in values are parsed, so values must come
+            from the application, never from its users.
 
     Raises:
         TypeError: ``variables`` is not a mapping with string keys.
-        ValueError: A variable is not read by the template, or is set by this package.
+        ValueError: The template does not read a variable, or this package sets it.
     """
     if not variables:
         return {}
     if not isinstance(variables, Mapping) or not all(isinstance(name, str) for name in variables):
         raise TypeError(
-            "Expected chat_template_kwargs as a mapping of names, such as {'enable_thinking': "
-            f"False}}, found {variables!r:.80}"
+            "Expected chat_template_kwargs to be a mapping, such as {'enable_thinking': False}, "
+            f"found {variables!r:.80}"
         )
     if taken := sorted(_RESERVED & {*variables}):
         raise ValueError(
@@ -370,14 +370,14 @@ def check_template_kwargs(tokenizer: Any, variables: Mapping[str, Any] | None) -
     if unknown := sorted({*variables} - known):
         names = ", ".join(sorted(known)) or "none"
         raise ValueError(
-            f"Found {', '.join(unknown)} in chat_template_kwargs, which the chat template of this "
-            f"model does not read; it reads: {names}"
+            f"Found {', '.join(unknown)} in chat_template_kwargs, but the chat template of this "
+            f"model only uses: {names}"
         )
     return dict(variables)
 
 
 def template_variables(tokenizer: Any) -> frozenset[str]:
-    """Variables that a tokenizer's chat template reads and that an application may set."""
+    """Variables that a tokenizer's chat template reads, and that an application may set."""
     template = getattr(tokenizer, "chat_template", None) or ""
     sources = template.values() if isinstance(template, Mapping) else [template]
     return frozenset[str]().union(*map(_variables, sources)) - _RESERVED

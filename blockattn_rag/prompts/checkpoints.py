@@ -1,6 +1,6 @@
-"""Known block-fine-tuned checkpoints, with the prompt format and settings of each.
+"""Known block-fine-tuned checkpoints with their prompt formats and settings.
 
-A model is recognized by its hub id, or by the path of its local copy.
+Models are recognized by hub id, or by the path of a local copy.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from blockattn_rag.prompts.formats import CHAT, PromptFormat, prompt_format
 from blockattn_rag.prompts.sinks import NO_SINK
 
 AUTO_FORMAT = "auto"
-"""Selects the format that a known checkpoint was trained on, or ``chat`` for other models."""
+"""Selects the format that a known checkpoint was trained with, or ``chat`` for other models."""
 
-# The command line shows messages of this logger as notes.
+# The command line shows this logger's messages as notes.
 logger = logging.getLogger("blockattn_rag.app.rag")
 
 SWITCHES = {"positions": "reordered", "sink": NO_SINK}
-"""Options of block mode that all known block-fine-tuned checkpoints were trained with."""
+"""Block-mode options that all known block-fine-tuned checkpoints were trained with."""
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A published model that was fine-tuned on blocks, or a control of such a model.
+    """A published model that was fine-tuned with blocks, or its control model trained without.
 
     Args:
         hub_id: Name on the Hugging Face hub.
-        format: Name of the prompt format of its training. None: the format is not published.
+        format: Name of the prompt format used in training. None: the format is not published.
         confirmed: Whether the format comes from the authors' own code.
-        block_tuned: Whether the model was trained in block mode. False for a control.
+        block_tuned: Whether the model was trained in block mode. False for control models.
         bos: Whether prompts start with the tokenizer's BOS token.
     """
 
@@ -43,19 +43,19 @@ class Checkpoint:
 
     @property
     def switches(self) -> dict[str, str]:
-        """Options of block mode that the model was trained with. Empty for a control."""
+        """Block-mode options that the model was trained with. Empty for control models."""
         return SWITCHES if self.block_tuned else {}
 
     def unmet(self, positions: str, sink: str) -> str:
-        """Reason why block mode is worse than published, as a sentence. Empty: it is not worse."""
+        """Sentence that explains why block mode is worse than published. Empty if it is not."""
         return other_switches(self.hub_id, self.switches, {"positions": positions, "sink": sink})
 
 
 def other_switches(model: str, trained: Mapping[str, str], used: Mapping[str, str]) -> str:
-    """Sentence on how options of block mode differ from training. Empty: they match.
+    """Sentence on how block-mode options differ from training. Empty if they match.
 
     Args:
-        trained: Options of the training. Other options may have any value.
+        trained: Options used in training. Other options may have any value.
     """
     if all(used[name] == value for name, value in trained.items()):
         return ""
@@ -68,8 +68,8 @@ def other_switches(model: str, trained: Mapping[str, str], used: Mapping[str, st
 CHECKPOINTS: dict[str, Checkpoint] = {
     checkpoint.hub_id: checkpoint
     for checkpoint in (
-        # Trained on ten passages, best first. Its block-mode samples began with
-        # "[Block-Attention]", which the authors' inference leaves out.
+        # Trained on ten passages, best first. Block-mode samples began with "[Block-Attention]",
+        # which the authors' inference code leaves out.
         Checkpoint("ldsjmdy/Tulu3-Block-FT", "tulu3-block", bos=False),
         # Control of Tulu3-Block-FT, trained on the same data in full mode.
         Checkpoint("ldsjmdy/Tulu3-RAG", "tulu3-block", block_tuned=False, bos=False),
@@ -79,16 +79,16 @@ CHECKPOINTS: dict[str, Checkpoint] = {
         Checkpoint("hxia7/Qwen3-8B-Block-FT", None, confirmed=False),
     )
 }
-"""The known checkpoints by hub id."""
+"""Known checkpoints by hub id."""
 
 _BY_LOWER_ID = {hub_id.lower(): checkpoint for hub_id, checkpoint in CHECKPOINTS.items()}
 
 
 def known_checkpoint(model: str) -> Checkpoint | None:
-    """The known checkpoint with a hub id or path, or None. Ignores case, as the hub does.
+    """Find a known checkpoint by hub id or path, or return None. Ignores case, like the hub.
 
-    Recognized paths are snapshots in the hub's cache (``models--OWNER--NAME/snapshots/REVISION``)
-    and folders ``OWNER/NAME``. Other folders with the model's name may contain a fine-tune of it.
+    Recognizes snapshots in the hub's cache (``models--OWNER--NAME/snapshots/REVISION``) and folders
+    ``OWNER/NAME``. Other folders with the model's name may contain a fine-tuned copy.
     """
     *_, owner, name, last = ("", "", "", *Path(model).parts)
     hub_id = f"{name}/{last}"
@@ -98,10 +98,10 @@ def known_checkpoint(model: str) -> Checkpoint | None:
 
 
 def format_for(name: str | PromptFormat, model: str) -> PromptFormat:
-    """The prompt format for a model. For known checkpoints, the choice of ``"auto"`` is logged.
+    """Choose a model's prompt format. For known checkpoints, the choice of ``"auto"`` is logged.
 
     Args:
-        name: A format, its name, or ``"auto"``: a known checkpoint's own format, else ``chat``.
+        name: A format, its name, or ``"auto"``: a known checkpoint's format, otherwise ``chat``.
         model: Hub id, path or other name of the model.
 
     Raises:

@@ -1,9 +1,9 @@
 """Private copies of a transformers tokenizer.
 
-Padding, truncation and the parsing of special tokens are state of a tokenizer object, so any caller
-can change a shared tokenizer. Blocks are therefore tokenized with private copies. One copy
-recognizes the model's added tokens (control tokens and others) in text of a template. The other
-copies recognize only runs of blanks.
+Padding, truncation and the parsing of special tokens are mutable state of a tokenizer, so any
+caller can change a shared one. Blocks are therefore tokenized with private copies. One copy
+recognizes the model's added tokens (control tokens and others) in template text. The other copies
+only recognize runs of blanks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from blockattn_rag.errors import UnsupportedModelError
 
 
 class FoundToken(NamedTuple):
-    """An added token at ``text[start:end]``, with white space next to it that the token strips."""
+    """An added token at ``text[start:end]``, including white space that the token strips."""
 
     start: int
     end: int
@@ -33,7 +33,7 @@ class FoundToken(NamedTuple):
 
 
 def private_encoder(tokenizer: Any) -> RustEncoder | PythonEncoder:
-    """Create a thread-safe encoder with the current behavior of ``tokenizer``.
+    """Create a thread-safe encoder that behaves like ``tokenizer`` does now.
 
     Raises:
         UnsupportedModelError: The tokenizer cannot be copied.
@@ -41,10 +41,10 @@ def private_encoder(tokenizer: Any) -> RustEncoder | PythonEncoder:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     try:
         return RustEncoder(backend.to_str()) if backend is not None else PythonEncoder(tokenizer)
-    except Exception as error:  # A foreign tokenizer's serialization may raise any error.
+    except Exception as error:  # Serializing a custom tokenizer may raise any error.
         raise UnsupportedModelError(
             f"{type(tokenizer).__name__} cannot be copied ({error}), but blocks are tokenized with "
-            "a private copy. Use a tokenizer that can be saved as tokenizer.json"
+            "a private copy: use a tokenizer that can be saved as tokenizer.json"
         ) from error
 
 
@@ -58,8 +58,7 @@ def _prefix_of(full: list[int], plain: list[int]) -> list[int]:
 def _is_control(token: str) -> bool:
     """Whether plain text must never be tokenized to an added token.
 
-    Runs of blanks are allowed, because they are harmless, and are ordinary tokens in some
-    vocabularies.
+    Runs of blanks are harmless, and ordinary tokens in some vocabularies, so they are allowed.
     """
     return len(token) > 1 and not token.replace("\u2581", " ").isspace()
 
@@ -67,23 +66,23 @@ def _is_control(token: str) -> bool:
 class RustEncoder:
     """Copies of a ``tokenizers.Tokenizer``, the usual backend of transformers.
 
-    The copies share one vocabulary, which takes seconds to copy.
+    The copies share one vocabulary, which would take seconds to copy.
 
     Attributes:
-        prefix_ids: Ids that the tokenizer adds before a text: usually none, or BOS.
+        prefix_ids: Ids that the tokenizer adds before text: usually none, or BOS.
         control_tokens: Added tokens that plain text must never be tokenized to.
-        digest: sha256 of everything that determines token ids.
+        digest: SHA-256 of everything that determines token ids.
     """
 
     def __init__(self, serialized: str) -> None:
         self._parsing = Tokenizer.from_str(serialized)
-        # Callers set these for batches. They must not change the digest or the ids.
+        # Callers set these for batches. They must affect neither the digest nor the ids.
         self._parsing.no_truncation()
         self._parsing.no_padding()
         self.digest = hashlib.sha256(self._parsing.to_str().encode()).hexdigest()
         alone = self._parsing.encode("a", add_special_tokens=False).ids
         self.prefix_ids = _prefix_of(self._parsing.encode("a").ids, alone)
-        self._parsing.post_processor = None  # The post-processor may change the offsets of tokens.
+        self._parsing.post_processor = None  # The post-processor may change token offsets.
         self._added = self._parsing.get_added_tokens_decoder()
         self._control = {i: t.content for i, t in self._added.items() if _is_control(t.content)}
         self.control_tokens = frozenset(self._control.values())
@@ -100,10 +99,10 @@ class RustEncoder:
         return tokens
 
     def plain_ids(self, text: str, *, opens: bool) -> list[int]:
-        """Ids of a text in which no added token is recognized.
+        """Tokenize a text without recognizing added tokens.
 
         Args:
-            opens: Whether the text starts the prompt. Some tokenizers add a blank there.
+            opens: Whether the text starts the prompt, where some tokenizers add a blank.
         """
         ids: list[int] = []
         pieces = [(text, self._opening if opens else self._inside)]
@@ -119,11 +118,11 @@ class RustEncoder:
         return ids
 
     def _cuts(self, text: str, ids: list[int], offsets: list[tuple[int, int]]) -> list[int]:
-        """Positions at which to cut a text, so that it is not tokenized to a control token.
+        """Positions at which to cut a text so that it is not tokenized to control tokens.
 
-        A control token may also be in the vocabulary (``<s>`` in many models). A cut after its
-        first character prevents the token. The token for unknown characters needs no cut, because
-        the text does not contain its spelling.
+        Control tokens may also be in the vocabulary (``<s>`` in many models). A cut after the first
+        character prevents the token. The token for unknown characters needs no cut, because the
+        text does not contain its spelling.
         """
         return [
             start + 1
@@ -135,10 +134,10 @@ class RustEncoder:
 
 
 class _Plain:
-    """A copy of a tokenizer that shares its vocabulary but has no control tokens.
+    """Copy of a tokenizer that shares its vocabulary, but has no control tokens.
 
     Args:
-        schemes: Prepend schemes (blanks before a text) to keep: ``"first"`` (at the start of the
+        schemes: Prepend schemes (for a blank before text) to keep: ``"first"`` (at the start of the
             prompt) or ``"always"``. Others are replaced with ``"never"``.
     """
 
@@ -171,7 +170,7 @@ class _Plain:
 
 
 def _with_blanks(state: dict[str, Any], schemes: Collection[str]) -> dict[str, Any]:
-    """Change the state of a normalizer or pre-tokenizer to add blanks only by ``schemes``."""
+    """Change the state of a normalizer or pre-tokenizer to only add blanks by ``schemes``."""
     if "prepend_scheme" in state:
         kept = state["prepend_scheme"] in schemes
         state["prepend_scheme"] = state["prepend_scheme"] if kept else "never"
@@ -183,7 +182,7 @@ def _with_blanks(state: dict[str, Any], schemes: Collection[str]) -> dict[str, A
 
 
 class PythonEncoder:
-    """``RustEncoder`` for a tokenizer without a Rust backend. Encodes one text at a time."""
+    """Like ``RustEncoder``, for tokenizers without a Rust backend. Encodes one text at a time."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = copy.deepcopy(tokenizer)
@@ -216,7 +215,7 @@ class PythonEncoder:
             pieces = self._tokenizer.tokenize(text, split_special_tokens=True)
             ids = [self._tokenizer._convert_token_to_id(piece) for piece in pieces]
         if len(text) > 1 and not self.control_tokens.isdisjoint(pieces):
-            # Pieces have no offsets here, so halve the text until it has no control token.
+            # There are no token offsets here, so halve the text until no control token is left.
             half = len(text) // 2
             parts = (text[:half], opens), (text[half:], False)
             return [i for part, first in parts for i in self.plain_ids(part, opens=first)]

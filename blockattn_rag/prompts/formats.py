@@ -1,8 +1,8 @@
-"""Prompt formats, which turn a question and its passages into a prompt.
+"""Prompt formats, which turn a question and passages into a prompt.
 
-A prompt format defines the text before the passages, around each passage, and after the passages.
-The text before the first passage is the first block, each passage is a block, and the text after
-the last passage is the final block.
+A prompt format defines the text before the passages, around each passage, and after them. The text
+before the first passage is the first block, each passage is a block, and the text after the last
+passage is the final block.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Passage:
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """Control text of a format that replaces the tokenizer's chat template.
+    """A prompt format's control text, which replaces the tokenizer's chat template.
 
     Args:
         start: Text before everything else.
@@ -42,10 +42,10 @@ class Frame:
 
 @dataclass(frozen=True, slots=True)
 class PromptFormat:
-    """Format of a prompt with a question and its passages.
+    """Format of prompts with a question and passages.
 
     Args:
-        name: Name on the command line.
+        name: Name for the command line.
         system: System message. Empty: none.
         before: Text before the first passage, in the user's message.
         titled: Canonical text of a passage with a title, with ``{title}`` and ``{text}``.
@@ -63,26 +63,27 @@ class PromptFormat:
     frame: Frame | None = None
 
     def canonical_text(self, passage: Passage) -> str:
-        """Text of a passage without the template. The handle is the digest of this text."""
+        """Text of a passage without the template. Its digest is the handle."""
         if not passage.title:
             return passage.text.strip()
         return self.titled.format(title=passage.title, text=passage.text).strip()
 
     def prompt(self, question: str, passages: Sequence[Passage], tokenizer: Any) -> BlockPrompt:
-        """Create the prompt, up to the start of the answer.
+        """Create a prompt up to the start of the answer.
 
-        The control text comes from the format's frame, or from the chat template of the tokenizer.
-        Without either, the prompt has no control text.
+        Control text comes from the format's frame, or from the tokenizer's chat template. Without
+        either, the prompt has no control text.
         """
         user = self.user_spans([Span(question, "conversation")], passages)
         return BlockPrompt.from_spans(self._with_control(user, tokenizer), self.template)
 
     def user_spans(self, question: Sequence[Span], passages: Sequence[Passage]) -> tuple[Span, ...]:
-        """The user's message: text before the passages, the passages, and text with the question.
+        """Create the user's message: text before the passages, the passages, and the question's
+        text.
 
         Args:
             question: The question by origin.
-            passages: Passages in the order of the prompt.
+            passages: Passages in prompt order.
         """
         before, _, after = self.after.partition("{question}")
         return (
@@ -92,7 +93,7 @@ class PromptFormat:
         )
 
     def _with_control(self, user: tuple[Span, ...], tokenizer: Any) -> tuple[Span, ...]:
-        """Add control text around the text of a prompt."""
+        """Add control text around a prompt's text."""
         if frame := self.frame:
             *context, after = user
             start, turn, answer = (
@@ -109,8 +110,7 @@ class PromptFormat:
 
 
 def follow_up(question: str, tokenizer: Any) -> tuple[Span, ...]:
-    """Text between the end of an answer and the start of the next answer, including
-    ``question``."""
+    """Text from the end of an answer to the start of the next one, including ``question``."""
     if not has_chat_template(tokenizer):
         return (Span(f"\n\nQuestion: {question}\nAnswer: ", "conversation"),)
     answer = (Span(_SENTINEL, "prompt"),)
@@ -137,7 +137,7 @@ def answer_end(tokenizer: Any) -> str:
 BLANK_LINE = BlockTemplate(after="\n\n")
 
 CHAT = PromptFormat(
-    # The text of LlamaIndex's CHAT_TEXT_QA_PROMPT, so that LlamaIndex shares stored blocks.
+    # Text of LlamaIndex's CHAT_TEXT_QA_PROMPT, so that blocks can be shared with LlamaIndex.
     name="chat",
     system=(
         "You are an expert Q&A system that is trusted around the world.\n"
@@ -167,7 +167,7 @@ _INSTRUCTION = (
 )
 
 BLOCK_ATTENTION = PromptFormat(
-    # RAG prompt in the code of "Block-Attention for Efficient Prefilling" (arXiv 2409.15355).
+    # RAG prompt from the code of "Block-Attention for Efficient Prefilling" (arXiv 2409.15355).
     name="block-attention",
     system="",
     before=_PREAMBLE,
@@ -220,7 +220,7 @@ FORMATS: dict[str, PromptFormat] = {
 
 
 def prompt_format(name: str | PromptFormat) -> PromptFormat:
-    """The format with this name. A format is returned unchanged.
+    """Look up a format by name. A format is returned unchanged.
 
     Raises:
         ValueError: The name is unknown.

@@ -1,17 +1,17 @@
-"""Markers, which preserve the boundaries of passages in a string, and their parser.
+"""Markers, which preserve passage boundaries in a string, and their parser.
 
 Frameworks join retrieved passages into one string. Markers show where each passage starts and
 ends::
 
     [[kvblock:H]]text[[/kvblock:H]]
 
-``H`` has 32 hex digits: the first 16 of the text's sha256, and the first 16 of their HMAC with a
-key of this installation. A marker therefore proves that this package created it, and shows whether
-the text has changed since. Any other marker, for example in a question, is ordinary text.
+``H`` has 32 hex digits: the first 16 of the text's SHA-256, and the first 16 of their HMAC with
+this installation's key. A marker therefore proves that this installation created it, and shows
+whether the text has changed since. Any other marker, for example in a question, is ordinary text.
 
 A text splitter may cut a passage, which leaves a marker without its partner (an *orphan*), or cut
-the partner itself. Pieces of a cut marker have the same digits as the orphan, so they can be
-removed without changing other text.
+the partner itself. Pieces of a cut marker share digits with the orphan, so they can be removed
+without changing other text.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from blockattn_rag.prompts.blocks import (
 logger = logging.getLogger("blockattn_rag")
 
 KEY_VARIABLE = "BLOCKATTN_RAG_MARKER_KEY"
-"""Environment variable for the key. Machines that share marked text need the same key."""
+"""Environment variable with the key. Machines that share marked text need the same key."""
 
 _KEY_BYTES = 32
 _SHORTEST_KEY = 16
@@ -51,7 +51,7 @@ _key_guard = threading.Lock()
 
 _MARKER = re.compile(r"\[\[(/?)kvblock:([0-9a-f]{32})\]\]")
 _HALF = 16
-_SHORTEST_PIECE = 6  # The length of "[[/kvb". Shorter pieces may be ordinary text.
+_SHORTEST_PIECE = 6  # Length of "[[/kvb". Shorter pieces may be ordinary text.
 
 MAX_MARKED = 4096
 """Maximum number of marked passages in one message."""
@@ -69,7 +69,7 @@ class Marker(NamedTuple):
 class MarkedSpan(NamedTuple):
     """A marked passage: ``string[start:end]`` including markers, and the text between them.
 
-    ``intact``: Whether the text is unchanged since it was marked.
+    ``intact``: Whether the text has not changed since it was marked.
     """
 
     start: int
@@ -90,14 +90,14 @@ class Gap(NamedTuple):
 
 
 class Parsed(NamedTuple):
-    """The marked passages of a string, and the gaps around them (one more than passages)."""
+    """Marked passages in a string, and the gaps around them (one more than passages)."""
 
     passages: list[MarkedSpan]
     gaps: list[Gap]
 
 
 def wrap(text: str) -> str:
-    """Strip a text and put markers around it. Empty for blank text."""
+    """Strip a text, and put markers around it. Returns an empty string for blank text."""
     if not (text := text.strip()):
         return ""
     seal = _seal(_digest(text))
@@ -105,18 +105,18 @@ def wrap(text: str) -> str:
 
 
 def strip_markers(string: str) -> str:
-    """Remove all markers from a string, including foreign markers, for display."""
+    """Remove all markers from a string for display, including those of other installations."""
     return _MARKER.sub("", string)
 
 
 def parse(string: str) -> Parsed:
-    """Find the marked passages of a string and the gaps around them, left to right."""
+    """Find the marked passages in a string, and the gaps around them, from left to right."""
     markers = own_markers(string)
     partners = _partners(markers)
     passages: list[MarkedSpan] = []
     gaps: list[Gap] = []
     orphans: list[Marker] = []
-    # Pairs may be nested, and the text of each is hashed. A limit keeps the time linear.
+    # Pairs may be nested, and each pair's text is hashed. This limit keeps the time linear.
     position, to_hash = 0, 4 * len(string)
     for index, marker in enumerate(markers):
         if marker.start < position:
@@ -126,7 +126,7 @@ def parse(string: str) -> Parsed:
             text = string[marker.end : partner.start]
             to_hash -= len(text)
             intact = to_hash >= 0 and _digest(text) == marker.seal[:_HALF]
-            # A changed text is still a passage if it contains no other marker.
+            # A text that was changed is still a passage if it contains no other marker.
             if intact or partners[index] == index + 1:
                 gaps.append(Gap(position, marker.start, orphans))
                 passages.append(MarkedSpan(marker.start, partner.end, text, intact))
@@ -153,7 +153,7 @@ def closing(seal: str) -> str:
 
 
 def _partners(markers: Sequence[Marker]) -> dict[int, int]:
-    """Index of the closing marker for each opening marker: the next marker with the same digits.
+    """Map the index of each opening marker to that of the next closing marker with the same digits.
 
     A text cannot contain its own digest, so no marker inside a passage has the passage's digits.
     """
@@ -178,7 +178,7 @@ def _digest(text: str) -> str:
 
 @cache
 def _warn_of_foreign_markers() -> None:
-    """Warn once about foreign markers, which may be typed or from another installation."""
+    """Warn once about foreign markers, which were typed or come from another installation."""
     logger.warning(
         "Found block markers that this installation did not create; they are treated as text. If "
         "they come from another of your machines, set the same %s on both (docs/security.md)",
@@ -187,9 +187,9 @@ def _warn_of_foreign_markers() -> None:
 
 
 def marker_key() -> bytes:
-    """The key of this installation, from the environment or a file in the user's state folder.
+    """This installation's key, from the environment or from a file in the user's state folder.
 
-    If the file cannot be written, the key is valid for this process only.
+    If the file cannot be written, the key is only valid for this process.
 
     Raises:
         ValueError: The key in the environment is too short.
@@ -210,12 +210,12 @@ def _found_key() -> bytes:
     try:
         return _key_in(state_folder() / "marker.key")
     except (OSError, RuntimeError) as error:  # A missing home folder raises RuntimeError.
-        logger.info("Markers are valid in this process only: the key cannot be saved (%s)", error)
+        logger.info("Markers are only valid in this process: the key cannot be saved (%s)", error)
         return secrets.token_bytes(_KEY_BYTES)
 
 
 def _key_in(path: Path) -> bytes:
-    """Read the key from a file that only the user can read. The first process creates it."""
+    """Read the key from a file that only the user can read, and create the file if needed."""
     with suppress(FileNotFoundError):
         if len(key := path.read_bytes()) == _KEY_BYTES:
             return key
@@ -225,7 +225,7 @@ def _key_in(path: Path) -> bytes:
     temporary.touch(0o600, exist_ok=False)
     try:
         temporary.write_bytes(secrets.token_bytes(_KEY_BYTES))
-        with suppress(FileExistsError):  # Another process was first.
+        with suppress(FileExistsError):  # Another process created it first.
             os.link(temporary, path)
     finally:
         temporary.unlink()
@@ -235,16 +235,16 @@ def _key_in(path: Path) -> bytes:
 def segment(string: str, template: BlockTemplate = NO_TEMPLATE) -> BlockPrompt:
     """Create a prompt from a string with markers; see ``BlockPrompt.from_spans``.
 
-    Control tokens are not parsed, because it is unknown which text a template wrote.
+    Control tokens are not parsed, because it is unknown which text comes from a template.
     """
     return BlockPrompt.from_spans(content_spans(string, "conversation"), template)
 
 
 def content_spans(content: str, origin: Origin) -> list[Span]:
-    """Split the content of a message into passages and the text around them, without markers.
+    """Split a message's content into passages and the text around them, without markers.
 
     Args:
-        content: Content of the message. Markers in it may be cut.
+        content: Content of the message, in which markers may be cut.
 
     Raises:
         SegmentationError: There are more than ``MAX_MARKED`` passages.
@@ -252,8 +252,8 @@ def content_spans(content: str, origin: Origin) -> list[Span]:
     passages, gaps = parse(content)
     if len(passages) > MAX_MARKED:
         raise SegmentationError(
-            f"Found {len(passages)} marked passages in one message, expected at most {MAX_MARKED}; "
-            "retrieve fewer"
+            f"Found {len(passages)} marked passages in one message, expected at most {MAX_MARKED}: "
+            "retrieve fewer passages"
         )
     spans = [Span(without_orphans(content, gaps[0]), origin)]
     for marked, gap in zip(passages, gaps[1:], strict=True):
@@ -263,12 +263,12 @@ def content_spans(content: str, origin: Origin) -> list[Span]:
 
 
 def remove_orphans(text: str) -> str:
-    """Remove orphans and pieces of their partners from text between passages."""
+    """Remove orphans, and pieces of their partners, from text between passages."""
     return without_orphans(text, Gap(0, len(text), own_markers(text)))
 
 
 def without_orphans(string: str, gap: Gap) -> str:
-    """The text of a gap, without orphans and pieces of their partners."""
+    """Text of a gap, without orphans and pieces of their partners."""
     starts = [gap.start, *(orphan.end for orphan in gap.orphans)]
     ends = [*(orphan.start for orphan in gap.orphans), gap.end]
     kept = [string[start:end] for start, end in zip(starts, ends, strict=True)]
@@ -287,7 +287,7 @@ def holds_orphans(string: str) -> bool:
 def close_cut_passages(chunk: str) -> str:
     """Add missing markers at the ends of a text splitter's chunk.
 
-    This makes a cut passage a passage again. It counts as altered unless its text is complete.
+    This turns a cut passage into a passage again, which counts as altered unless it is complete.
 
     Args:
         chunk: Output of the splitter. Cut passages must be at its start or end.
@@ -304,7 +304,7 @@ def close_cut_passages(chunk: str) -> str:
 
 
 def _without_head_of(marker: str, text: str) -> str:
-    """Remove the start of a cut marker, at the end of a word, from ``text``."""
+    """Remove the beginning of a cut marker from ``text``, where it is the end of a word."""
     for size in range(len(marker) - 1, _SHORTEST_PIECE - 1, -1):
         if cut := re.search(re.escape(marker[:size]) + r"(?=\s|\Z)", text):
             return text[: cut.start()] + text[cut.end() :]
@@ -312,7 +312,7 @@ def _without_head_of(marker: str, text: str) -> str:
 
 
 def _without_tail_of(marker: str, text: str) -> str:
-    """Remove the end of a cut marker, at the start of a word, from ``text``."""
+    """Remove the end of a cut marker from ``text``, where it is the beginning of a word."""
     for start in range(1, len(marker) - _SHORTEST_PIECE + 1):
         if cut := re.search(r"(?:(?<=\s)|\A)" + re.escape(marker[start:]), text):
             return text[: cut.start()] + text[cut.end() :]

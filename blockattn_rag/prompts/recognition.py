@@ -1,10 +1,10 @@
-"""Recognition of known passages in plain text, so that a prompt needs no markers.
+"""Recognizes known passages in plain text, so that prompts need no markers.
 
-The index entry of a passage has a polynomial hash of the ``WINDOW`` characters in its middle, a
-hash of all its characters, its length, and its handle. The middle is used because many passages
-start or end alike, with a header or a footer. A scan computes the hash of every window of a text in
-one pass. A window that is in the index gives candidates, whose text is compared by its handle, so a
-wrong entry can only cost time.
+A passage's index entry consists of a polynomial hash of the ``WINDOW`` characters in its middle, a
+hash of all characters, its length, and its handle. The middle is used because many passages start
+or end alike, with a header or a footer. A scan hashes every window of a text in one pass. Windows
+in the index lead to candidates, whose text is verified by handle, so a wrong entry can only cost
+time.
 
 Importing this module does not load torch.
 """
@@ -23,34 +23,34 @@ from numpy.typing import NDArray
 from blockattn_rag.prompts.blocks import PASSAGES, Span, handle_of, merged, text_of
 
 Recognize: TypeAlias = bool | Literal["system"]
-"""Option of servers and engines: whether to find passages in plain text. ``"system"``: also in
-system messages."""
+"""Option of servers and engines: whether to find passages in plain text. ``"system"``: in system
+messages, too."""
 
 WINDOW = 32
-"""Characters in the middle of a passage whose hash starts a lookup. Shorter passages are not
-indexed."""
+"""Number of characters in the middle of a passage that are hashed for lookups. Shorter passages are
+not indexed."""
 
 MOST_PASSAGES = 127
-"""Maximum passages of a prompt after recognition. With text between them, a prompt has at most 256
-blocks, which a server accepts."""
+"""Maximum number of passages in a prompt after recognition. With text between them, a prompt has at
+most 256 blocks, which is the limit of servers."""
 
 ENTRY = np.dtype([("window", "<u8"), ("whole", "<u8"), ("chars", "<u4"), ("handle", "u1", (16,))])
-"""Index entry of a passage: hash of its window, hash of all characters, number of characters, and
+"""A passage's index entry: hash of its window, hash of all characters, number of characters, and
 handle."""
 
 MOST_CHARACTERS = 1 << 20
-"""Maximum number of characters of an indexed passage and of a scanned prompt."""
+"""Maximum number of characters in an indexed passage, and in a scanned prompt."""
 
 _BASE, _SCALE = 0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93
 _MASK = (1 << 64) - 1
-# Maximum number of hashes that one scan compares. It bounds the work for similar passages.
+# Maximum number of hash comparisons per scan, which bounds the work for similar passages.
 _MOST_PAIRS = 1 << 17
 _WASTED = 8  # A scan stops after hashing this multiple of its text without a match.
 
-# A text without a letter or digit that is as long as a passage.
+# A run without letters and digits that is as long as a passage.
 _WORDLESS = re.compile(rf"[\W_]{{{WINDOW},}}")
 # Two characters that may belong to one grapheme. Flags and joined emoji or letters depend on
-# earlier characters, so any two letters of flags match, and any character after a joiner.
+# earlier characters, so any two flag letters match, as does any character after a joiner.
 _GRAPHEME = regex.compile(
     r"\X|.\p{M}|[\p{M}\p{GCB=Extend}\p{GCB=ZWJ}][\w\p{Extended_Pictographic}]", regex.DOTALL
 )
@@ -63,7 +63,7 @@ Integers = NDArray[Any]
 
 @cache
 def _power_table(bits: int) -> tuple[Integers, Integers]:
-    """First ``2 ** bits`` powers of the hash's base, and scaled powers of its inverse."""
+    """First ``2 ** bits`` powers of the hash base, and scaled powers of its inverse."""
     tables = []
     for base, first in ((_BASE, 1), (pow(_BASE, -1, 1 << 64), _SCALE)):
         powers = np.full(1 << bits, base, np.uint64)
@@ -82,11 +82,11 @@ def _characters(text: str) -> Integers:
 
 
 def entries_of(texts: Iterable[str]) -> Entries:
-    """Index entries of passages. Passages shorter than ``WINDOW``, and passages without a letter or
-    digit, are skipped.
+    """Create index entries for passages. Passages shorter than ``WINDOW``, and passages without
+    letters or digits, are skipped.
 
     Args:
-        texts: Texts of passages. White space around them is ignored, as in prompts.
+        texts: Passage texts. Surrounding white space is ignored, as in prompts.
     """
     rows = []
     for text in (text.strip() for text in texts):
@@ -112,8 +112,8 @@ class PassageMatcher:
         self.entries = entries[order]
         self._windows = np.ascontiguousarray(self.entries["window"])
         self._chars = self.entries["chars"].astype(np.int64)
-        # A table of bits, indexed by the first bits of a hash, rejects most windows without a
-        # search. It has 8 bytes per passage, so that it stays in the processor's cache.
+        # A bit table, indexed by the first bits of a hash, rejects most windows without a search.
+        # It takes 8 bytes per passage, so that it stays in the CPU cache.
         bits = min(30, max(12, (64 * len(entries)).bit_length()))
         self._shift = np.uint64(64 - bits)
         seen = np.zeros(1 << bits, np.bool_)
@@ -124,7 +124,7 @@ class PassageMatcher:
         return len(self.entries)
 
     def has(self, entries: Entries) -> NDArray[np.bool_]:
-        """Whether each of these entries is indexed, ``bool [passages]``."""
+        """Whether each entry is indexed, ``bool [passages]``."""
         left, right = (
             self._windows.searchsorted(entries["window"], to) for to in ("left", "right")
         )
@@ -134,16 +134,16 @@ class PassageMatcher:
     def split(
         self, spans: Iterable[Span], *others: PassageMatcher, in_system: bool = False
     ) -> tuple[Span, ...]:
-        """Split the passages of a prompt out of its text.
+        """Split passages out of a prompt's text.
 
-        The longest passages are found first, and passages do not overlap. The chat template's text,
-        earlier answers and existing passages stay unchanged. A passage is not found across spans,
-        which belong to different messages (``chat_spans``), or if it starts or ends within a word,
-        because its tokens would differ.
+        The longest passages are found first, and passages never overlap. Chat template text,
+        earlier answers and existing passages stay unchanged. Passages are not found across spans,
+        which belong to different messages (``chat_spans``), or if they start or end within a word,
+        because their tokens would differ.
 
         Args:
-            in_system: Whether to search system messages. A passage in a system message is separated
-                from the rules around it. Use this only if documents are as trusted as rules.
+            in_system: Whether to search system messages. A passage there is separated from the
+                rules around it, so only use this if documents are as trusted as rules.
         """
         spans = tuple(span for span in spans if span.text)
         room = MOST_PASSAGES - sum(span.origin in PASSAGES for span in spans)
@@ -169,7 +169,8 @@ class PassageMatcher:
     def candidates(
         self, sums: Integers, inverses: Integers, windows: Integers
     ) -> tuple[Integers, Entries]:
-        """Starts of passages in a text, from its ``_hashes``, and the index entry of each start."""
+        """Possible passage starts in a text, given its ``_hashes``, and each start's index
+        entry."""
         at = self._seen_at(windows)
         left = np.searchsorted(self._windows, windows[at], "left")
         counts = np.searchsorted(self._windows, windows[at], "right") - left
@@ -185,7 +186,7 @@ class PassageMatcher:
         return starts[same], self.entries[rows[same]]
 
     def _seen_at(self, windows: Integers) -> Integers:
-        """Indices of the hashes that may be in the index."""
+        """Positions of the hashes that may be in the index."""
         prefixes = windows >> self._shift
         seen = self._seen.take((prefixes >> np.uint64(3)).view(np.int64))
         return np.flatnonzero((seen >> (prefixes.astype(np.uint8) & 7)) & 1)
@@ -203,7 +204,7 @@ def _hashes(text: str) -> tuple[Integers, Integers, Integers]:
 def _passages(
     matchers: Sequence[PassageMatcher], text: str, ends: Integers, is_plain: Integers, most: int
 ) -> list[tuple[int, int]]:
-    """Start and end of at most ``most`` passages, in order."""
+    """Start and end of up to ``most`` passages, in order."""
     hashes = _hashes(text)
     parts = [matcher.candidates(*hashes) for matcher in matchers]
     starts, entries = (np.concatenate(part) for part in zip(*parts, strict=True))
@@ -217,7 +218,7 @@ def _passages(
     for row in np.lexsort((starts, starts - stops)).tolist():
         start, stop = int(starts[row]), int(stops[row])
         if taken[start] or taken[stop - 1]:
-            # A passage that is at least as long has taken this text.
+            # A passage of at least this length already covers this text.
             continue
         if any(_is_within(text, cut, first[row], last[row]) for cut in (start, stop)):
             continue
@@ -234,16 +235,16 @@ def _passages(
 
 
 def _middle(chars: Any) -> Any:
-    """Start of the window of passages with this many characters."""
+    """Start of the window in passages with this many characters."""
     return (chars - WINDOW) // 2
 
 
 def _has_words(text: str, starts: Integers, stops: Integers) -> NDArray[np.bool_]:
-    """Whether each passage, ``text[start:stop]``, has a letter or digit."""
+    """Whether each passage ``text[start:stop]`` contains a letter or digit."""
     runs = np.array([run.span() for run in _WORDLESS.finditer(text)]).reshape(-1, 2)
     if not len(runs):
         return np.ones(len(starts), np.bool_)
-    # If no run starts before, this is the last run.
+    # If no earlier run exists, this is the last run.
     run = runs[runs[:, 0].searchsorted(starts, "right") - 1]
     return (starts < run[:, 0]) | (stops > run[:, 1])
 
@@ -275,10 +276,10 @@ def joined(parts: Sequence[Entries]) -> Entries:
 
 
 def checked(entries: Entries) -> Entries:
-    """Return index entries unchanged. Raises ValueError if a number of characters is invalid."""
+    """Validate index entries, and return them. Raises ``ValueError`` if a length is invalid."""
     chars = entries["chars"]
     if len(wrong := chars[(chars < WINDOW) | (chars > MOST_CHARACTERS)]):
         raise ValueError(
-            f"Found an index entry of {wrong[0]} characters, expected {WINDOW} to {MOST_CHARACTERS}"
+            f"Invalid index entry of {wrong[0]} characters: expected {WINDOW} to {MOST_CHARACTERS}"
         )
     return entries

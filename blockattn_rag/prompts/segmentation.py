@@ -1,4 +1,4 @@
-"""Splitting of conversations into blocks (Block-Attention, arXiv 2409.15355, section 3.1)."""
+"""Splits conversations into blocks (Block-Attention, arXiv 2409.15355, section 3.1)."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from blockattn_rag.prompts.chat_template import has_chat_template, origin_of, re
 def conversation(
     messages: Sequence[Mapping[str, str]], tokenizer: Any, *, blocks_per_turn: int = 1
 ) -> BlockPrompt:
-    """Create a prompt with one block per turn of a conversation. The last turn is the final block.
+    """Create a prompt with one block per conversation turn. The last turn is the final block.
 
-    The text is the output of the chat template, up to the start of the next answer, or to the end
-    if the last message is the assistant's. White space around contents is removed. Control tokens
-    are parsed only in the template's own text, never in contents.
+    The text is the chat template's output up to the start of the next answer, or complete if the
+    last message is the assistant's. White space around contents is removed. Control tokens are only
+    parsed in the template's own text, never in contents.
 
     Args:
-        messages: Messages with only the fields ``role`` and ``content``.
+        messages: Messages with the fields ``role`` and ``content`` only.
         tokenizer: Transformers tokenizer with a chat template.
-        blocks_per_turn: Maximum number of blocks per turn. Turns are split at paragraphs, rules or
-            lines. The last turn is split only if it is the only one, as in single-turn training
-            data.
+        blocks_per_turn: Maximum number of blocks per turn. Turns are split at paragraphs,
+            horizontal rules or lines. The last turn is only split if there are no others, as in
+            single-turn training data.
 
     Raises:
-        SegmentationError: There is no chat template or message, a message has other fields, or the
-            template drops, repeats or reorders contents.
+        SegmentationError: There is no chat template or no message, a message has other fields, or
+            the template drops, repeats or reorders contents.
         ValueError: ``blocks_per_turn`` is less than 1.
     """
     if blocks_per_turn < 1:
-        raise ValueError(f"Expected blocks_per_turn of at least 1, found {blocks_per_turn}.")
+        raise ValueError(f"Invalid blocks_per_turn {blocks_per_turn}: expected 1 or more.")
     *context, last = _turns(messages, tokenizer)
     blocks = [
         block for turn in context if any(turn[:3]) for block in _blocks(turn, blocks_per_turn)
@@ -47,7 +47,7 @@ def conversation(
 
 
 class _Turn(NamedTuple):
-    """A message as the chat template renders it: ``before + content + after``."""
+    """A message as rendered by the chat template: ``before + content + after``."""
 
     before: str
     content: str
@@ -69,8 +69,8 @@ def _turns(messages: Sequence[Mapping[str, str]], tokenizer: Any) -> list[_Turn]
                 f"Found a message with {', '.join(map(repr, sorted(more)))}, expected 'role' and "
                 "'content' only: the origin of text from other fields cannot be determined."
             )
-    # The template is rendered with marks in place of contents, so that a content that looks like
-    # part of the template is never mistaken for it.
+    # Render the template with placeholders for contents, so that a content that looks like the
+    # template is never mistaken for it.
     marks = [f"\u241e{i}\u241e" for i in range(len(messages))]
     marked = [{**m, "content": mark} for m, mark in zip(messages, marks, strict=True)]
     open_end = messages[-1]["role"] != "assistant"
@@ -92,10 +92,10 @@ def _turns(messages: Sequence[Mapping[str, str]], tokenizer: Any) -> list[_Turn]
 
 
 def _closing(tokenizer: Any, marked: list[dict[str, str]]) -> str:
-    """The template's text after the last message. Empty if the template refuses the messages."""
+    """Template text after the last message. Empty if the template rejects the messages."""
     try:
         text = render_chat(tokenizer, marked, add_generation_prompt=False)
-    except TemplateError:  # Many templates refuse a lone system message.
+    except TemplateError:  # Many templates reject a lone system message.
         return ""
     return text.partition(marked[-1]["content"])[2]
 
@@ -113,16 +113,15 @@ def _blocks(turn: _Turn, limit: int) -> list[Block]:
     ]
 
 
-# Separators, coarsest first: paragraphs, rules, indented lines, lines. A text is split at the first
-# separator that it contains. Lines may end with \r\n, and empty lines may contain spaces.
+# Separators, coarsest first: paragraphs, horizontal rules, indented lines, lines. A text is split
+# at the first kind that it contains. Lines may end with \r\n, and empty lines may contain spaces.
 _SEPARATORS = (r"\n[ \t]*\r?\n\s*", r"-{3,}\s*", r"={3,}\s*", r"\n\t\s*", r"\n\s*")
 
 
 def _split(text: str, limit: int) -> list[str]:
-    """Split a stripped text after its coarsest separator into at most ``limit`` pieces.
+    """Split a stripped text at its coarsest separator into at most ``limit`` pieces.
 
-    No character is lost. If there are too many cuts, the cuts that give the most equal pieces are
-    kept.
+    No characters are lost. If there are too many cuts, those with the most equal pieces are kept.
     """
     ends = ([cut.end() for cut in re.finditer(separator, text)] for separator in _SEPARATORS)
     cuts = [end for end in next(filter(None, ends), []) if end < len(text)]

@@ -1,9 +1,9 @@
-"""Sinks: prefix tokens that passages are encoded with. Their KV is not kept.
+"""Sinks: prefix tokens that passages are encoded with, and whose KV is discarded.
 
-Models direct much attention to the first tokens of a prompt, regardless of their meaning. If a
-passage is encoded alone, its own first tokens become such an attention sink, so a prompt with many
+Models pay much attention to the first tokens of a prompt, regardless of their meaning. If a passage
+is encoded without a prefix, its first tokens become an attention sink, so a prompt with many
 passages has many sinks. If it is encoded after the head of a prompt, the head is the only sink, as
-in full attention (the shared prefix of APE, arXiv 2502.05431). This costs nothing per answer.
+in full attention (the shared prefix of APE, arXiv 2502.05431). This adds no cost per answer.
 
     none    no prefix, as in the Block-Attention paper; for block-fine-tuned models
     bos     the BOS token
@@ -29,7 +29,7 @@ _HEAD = re.compile(r"head:([1-9][0-9]{0,3})")
 
 
 def check_sink(sink: str) -> str:
-    """Return the sink if it is valid.
+    """Validate a sink, and return it unchanged.
 
     Raises:
         ValueError: The sink is invalid.
@@ -72,10 +72,10 @@ def sink_ids(sink: str, tokenizer: BlockTokenizer) -> list[int]:
 
 
 def _whole_head_ids(tokenizer: BlockTokenizer) -> list[int]:
-    """Token ids of the head up to the first passage.
+    """Token ids of the complete head, up to the first passage.
 
-    A date that a template writes is fixed, because another head would make every stored block a
-    miss."""
+    Dates written by templates are fixed, because a different head would turn all stored blocks into
+    misses."""
     template = str(tokenizer.tokenizer.chat_template)
     writes_today = "strftime_now" in template and "date_string" not in template
     if not has_chat_template(tokenizer.tokenizer) or writes_today:
@@ -90,7 +90,7 @@ def _whole_head_ids(tokenizer: BlockTokenizer) -> list[int]:
 
 
 def _head_ids(tokenizer: BlockTokenizer) -> list[int]:
-    """Token ids of the head: the common start of the prompts of both frameworks."""
+    """Token ids of the head: the common prefix of both frameworks' prompts."""
     if not has_chat_template(tokenizer.tokenizer):
         return tokenizer.final_ids(CHAT.system, first=True)
     turns: list[Message] = [

@@ -1,4 +1,4 @@
-"""Passages that chat front ends mark as sources in the text of their messages.
+"""Finds passages that chat front ends mark as sources in their messages.
 
 Importing this module does not load torch.
 """
@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from blockattn_rag.prompts.blocks import PASSAGES, Origin, Span, merged
 from blockattn_rag.prompts.recognition import MOST_PASSAGES
 
-# The marks of Open WebUI, AnythingLLM and LibreChat.
+# Source marks of Open WebUI, AnythingLLM and LibreChat.
 _MARKS = re.compile(
     r"""
     (?P<element><source\ id="\d+"[^<>]*>) | (?P<element_end></source>)
@@ -24,10 +24,10 @@ _ORIGINS: frozenset[Origin] = frozenset({"conversation", "system"})
 
 
 def marked_sources(spans: Iterable[Span]) -> tuple[Span, ...]:
-    """Split the sources that front ends mark out of the text of a prompt.
+    """Split marked sources out of a prompt's text.
 
-    A source is the text between a mark and the next end of the same kind, such as
-    ``<source id="1" name="notes.txt">`` and ``</source>``. The marks stay text, because their
+    A source is the text between an opening mark and the next closing mark of the same kind, such as
+    ``<source id="1" name="notes.txt">`` and ``</source>``. The marks remain as text, because their
     numbers change from question to question. Only user, tool and system messages are split.
     """
     spans = tuple(spans)
@@ -49,7 +49,7 @@ def marked_sources(spans: Iterable[Span]) -> tuple[Span, ...]:
 
 def _places(text: str) -> Iterator[tuple[int, int]]:
     """Start and end of each source, in order."""
-    # Start of the open source of each kind. A later mark replaces a mark without an end.
+    # Start of the open source of each kind. A later mark replaces an unclosed mark.
     starts: dict[str, int] = {}
     for mark in _MARKS.finditer(text):
         kind, _, is_end = str(mark.lastgroup).partition("_")

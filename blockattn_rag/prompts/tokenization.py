@@ -1,6 +1,6 @@
-"""Tokenization of blocks, for ingestion, answers and training.
+"""Tokenizes blocks for ingestion, answers and training.
 
-Every block is tokenized alone, so its token ids do not depend on other blocks.
+Each block is tokenized independently, so its token ids do not depend on other blocks.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from blockattn_rag.prompts.encoders import private_encoder
 
 
 class PromptIds(NamedTuple):
-    """Token ids of a prompt, block by block, without empty blocks."""
+    """Token ids of a prompt by block, without empty blocks."""
 
     context: list[list[int]]
     final: list[int]
 
     @property
     def flat(self) -> list[int]:
-        """All ids in order, as in full mode."""
+        """All token ids in order, as in full mode."""
         return [token for ids in (*self.context, self.final) for token in ids]
 
 
 class BlockTokenizer:
     """Tokenizes blocks with a private copy of a transformers tokenizer. Thread-safe.
 
-    The only special token that is added is the model's prefix (BOS), once, at the start of the
-    prompt. Control tokens and other added tokens are parsed only in text from a template or from
-    the engine's caller. Text between two added tokens is tokenized in one piece, regardless of its
+    Only the model's prefix (BOS) is added as a special token, once, at the start of the prompt.
+    Control tokens and other added tokens are only parsed in text from a template or from the
+    engine's caller. Text between two added tokens is tokenized as one piece, regardless of its
     origin.
 
     Args:
@@ -43,23 +43,23 @@ class BlockTokenizer:
         self.prefix_ids: list[int] = self._encoder.prefix_ids
 
     def block_ids(self, block: Block, *, first: bool) -> list[int]:
-        """Token ids of a context block, with BOS if it is the first of the prompt."""
+        """Token ids of a context block, with BOS if the block starts the prompt."""
         return self.final_ids(block.rendered_spans, first=first)
 
     def final_ids(self, text: str | Iterable[Span], *, first: bool) -> list[int]:
         """Token ids of the final block.
 
         Args:
-            text: Text by origin. Control tokens are parsed in a string, which must be trusted.
-            first: Whether the final block has no context before it and needs BOS.
+            text: Text by origin, or a trusted string, in which control tokens are parsed.
+            first: Whether no context precedes the final block, so that it needs BOS.
         """
         ids = self._ids([Span(text, "prompt")] if isinstance(text, str) else text)
-        # Most chat templates write BOS themselves. Do not add it twice.
+        # Most chat templates already include BOS. Do not add it twice.
         has_prefix = ids[: len(self.prefix_ids)] == self.prefix_ids
         return ids if has_prefix or not first else [*self.prefix_ids, *ids]
 
     def text_ids(self, text: str) -> list[int]:
-        """Token ids of a text, without BOS and without parsing control tokens."""
+        """Token ids of a text without BOS, and without parsing control tokens."""
         return self._ids([Span(text, "conversation")])
 
     def spells_control_token(self, text: str) -> bool:
@@ -68,14 +68,14 @@ class BlockTokenizer:
     def with_final_ids(
         self, prompt: BlockPrompt, promote: int = 0
     ) -> tuple[list[Block], list[int]]:
-        """The context blocks of a prompt, and the token ids of its final block.
+        """Context blocks of a prompt, and token ids of its final block.
 
         The model needs at least one token in the final block to predict from. If there is none, the
         last context block with tokens becomes the final block.
 
         Args:
             promote: Number of passages at the end of the prompt to compute with the question. The
-                final block then begins with the first of them.
+                final block then begins with the first of these passages.
 
         Raises:
             ValueError: The prompt has no tokens.
@@ -90,7 +90,7 @@ class BlockTokenizer:
         while context and not final:
             final = self.block_ids(context.pop(), first=not context)
         if not final:
-            raise ValueError("The prompt has no tokens; add a question")
+            raise ValueError("The prompt has no tokens: add a question")
         return context, final
 
     def prompt_ids(self, prompt: BlockPrompt, promote: int = 0) -> PromptIds:
@@ -101,15 +101,15 @@ class BlockTokenizer:
 
     @property
     def fingerprint(self) -> str:
-        """sha256 of everything that determines token ids."""
+        """SHA-256 of everything that determines token ids."""
         return hashlib.sha256(f"{self._encoder.digest}:{self.prefix_ids}".encode()).hexdigest()
 
     def _ids(self, spans: Iterable[Span]) -> list[int]:
         ids: list[int] = []
-        # Text since the last added token, and whether this token strips blanks after it.
+        # Text since the last added token, and whether that token strips blanks after it.
         run, swallows = "", False
         for span in spans:
-            # A lone surrogate cannot be tokenized; it becomes a question mark.
+            # Lone surrogates cannot be tokenized, and become question marks.
             text, at = span.text.encode("utf-8", "replace").decode("utf-8"), 0
             for token in self._encoder.added_tokens(text) if span.parses_control else ():
                 run += text[at : token.start]

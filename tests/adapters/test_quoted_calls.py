@@ -111,7 +111,7 @@ def test_calls_may_be_constrained_by_default(framework: Framework) -> None:
     chat = framework.chat(engine, generate_kwargs={"tool_calls": "constrained"})
     assert framework.ask(chat, "whole").text == said[0].text
     assert not framework.ask(chat, "whole", tools=[TOOL]).calls
-    with pytest.raises(ValueError, match="tool_calls must be 'free' or 'constrained'; found 'no'"):
+    with pytest.raises(ValueError, match="Invalid tool_calls 'no': expected 'free'"):
         framework.ask(chat, "whole", tools=[TOOL], tool_calls="no")
 
 

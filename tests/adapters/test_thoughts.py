@@ -63,5 +63,5 @@ def test_variables_that_the_template_does_not_read_are_refused(
 ) -> None:
     wrong: dict[str, Any] = {"chat_template_kwargs": {"enable_thinkin": False}}
     chat = framework.chat(engine, generate_kwargs=wrong if where == "model" else {})
-    with pytest.raises(ValueError, match="enable_thinkin in chat_template_kwargs, which the"):
+    with pytest.raises(ValueError, match="enable_thinkin in chat_template_kwargs, but the"):
         framework.ask(chat, "whole", **(wrong if where == "call" else {}))

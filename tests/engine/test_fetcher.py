@@ -110,7 +110,7 @@ def test_a_bad_entry_is_a_miss_with_a_warning_and_is_overwritten(
         found = fetch(fetcher, [A])
     assert (found.hits, found.misses) == (0, 1)
     assert found.blocks[0].token_ids.tolist() == good.token_ids.tolist()
-    assert "computed again and the entry is overwritten" in caplog.text
+    assert "recomputed and the entry is overwritten" in caplog.text
     assert store.puts == 2
 
 
@@ -213,7 +213,7 @@ def test_a_block_too_large_for_memory_is_read_for_every_answer(
 
 
 def test_a_negative_memory_limit_is_refused(model: BlockModel, store: FaultyStore) -> None:
-    with pytest.raises(ValueError, match="resident_bytes must be 0 or more, found -1"):
+    with pytest.raises(ValueError, match="Invalid resident_bytes -1: expected 0 or more"):
         BlockFetcher(model, store, resident_bytes=-1)
 
 
@@ -278,7 +278,7 @@ def test_private_blocks_are_not_stored_after_a_failed_read(
     monkeypatch.setattr(DirectoryStore, "get", fail)
     with caplog.at_level(logging.WARNING, "blockattn_rag"):
         assert fetch(on_disk, [of(origin), A]).misses == 2
-    assert "computed again and the store is tried again next time" in caplog.text
+    assert "recomputed and the store is tried again next time" in caplog.text
     assert on_disk.contains(A)
     assert not on_disk.contains(of(origin), first=True)
 

@@ -175,7 +175,7 @@ def test_auto_recomputes_tokens_of_stock_models(
 ) -> None:
     model = new_model(kind)
     assert BlockAttentionEngine(model, recipe="auto").recipe == Recipe("head", recompute=0.1)
-    assert "uses 'head+recompute:0.1', which computes 10 %" in caplog.text
+    assert "uses 'head+recompute:0.1', which recomputes 10 %" in caplog.text
 
 
 def test_stock_hybrid_models_promote_one_passage() -> None:

@@ -133,5 +133,5 @@ def test_explicit_sampling_settings_do_not_close_strings(engine: BlockAttentionE
 
 
 def test_json_ended_for_repetition_without_a_grammar_raises(engine: BlockAttentionEngine) -> None:
-    with pytest.raises(IncompleteAnswerError, match="it repeated itself; pass a schema"):
+    with pytest.raises(IncompleteAnswerError, match="it repeated itself: pass a schema"):
         ask(engine, "alone").json()

@@ -123,7 +123,7 @@ def test_the_text_form_of_a_recipe_is_short(model: BlockModel) -> None:
         ({"recompute": 10}, "share of the tokens, from 0 to 1"),
         ({"recompute": True}, "share of the tokens, from 0 to 1"),
         ({"recompute": float("nan")}, "share of the tokens, from 0 to 1"),
-        ({"recompute": 0.1, "positions": "composite"}, "need positions='reordered'"),
+        ({"recompute": 0.1, "positions": "composite"}, "requires positions='reordered'"),
         ({"positions": "none"}, "'reordered' or 'composite'"),
         ({"fingerprints": "abc"}, "tuple of strings"),
         ({"fingerprints": (1,)}, "expected strings"),
@@ -140,7 +140,7 @@ def test_an_adapter_needs_a_sink_and_a_model(model: BlockModel) -> None:
     adapter = correction_of(model, sink="bos")
     with pytest.raises(ValueError, match="fitted to sink='bos', found sink='head:4'"):
         Recipe("head:4", adapter, fingerprints=(model.fingerprint,))
-    with pytest.raises(ValueError, match="needs the fingerprints"):
+    with pytest.raises(ValueError, match="requires the fingerprints"):
         Recipe("bos", adapter)
 
 
@@ -217,7 +217,7 @@ def test_a_missing_folder_is_refused(tmp_path: Path) -> None:
         ({"digest": None}, "digest: .* valid string, found None"),
         ({"fingerprints": "abc"}, "fingerprints: .* valid list, found 'abc'"),
         ({"fingerprints": [1]}, "fingerprints.0: .* valid string, found 1"),
-        ({"fingerprints": []}, "needs the fingerprints"),
+        ({"fingerprints": []}, "requires the fingerprints"),
         ({"targets": None}, "targets: Unexpected keyword argument"),
         ({"adapter": None}, "found digest"),
         ({"report": []}, "report: .* valid dictionary"),
@@ -241,7 +241,7 @@ def test_every_flipped_bit_of_an_adapter_is_detected(model: BlockModel, tmp_path
     data = path.read_bytes()
     for at in range(0, len(data), len(data) // 50):
         path.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
-        with pytest.raises(ValueError, match="is damaged: found sha256"):
+        with pytest.raises(ValueError, match="is damaged: found SHA-256"):
             Recipe.load(tmp_path / "recipe")
 
 
@@ -382,7 +382,7 @@ def test_the_stock_model_warning_names_cost_gain_and_remedy(
     plain = BlockModel(tiny_model("qwen2"), tiny_tokenizer(), name="plain")
     assert resolve_recipe("auto", plain, open_store("memory:")) == Recipe("head", recompute=0.1)
     [line] = caplog.messages
-    assert "uses 'head+recompute:0.1', which computes 10 % of the passages' tokens again" in line
+    assert "uses 'head+recompute:0.1', which recomputes 10 % of the passages' tokens" in line
     assert "keeps most" not in line  # would not be true of every model
     for remedy in ("'fast'", "`blockattn-rag eval`", "`blockattn-rag repair --model plain"):
         assert remedy in line

@@ -119,15 +119,15 @@ def similar_json(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("fill", "message"),
     [
-        (with_pancakes, "contains 'photos', 'thesis.txt', expected nothing but the files"),
+        (with_pancakes, "contains 'photos', 'thesis.txt', expected only the files"),
         (pancakes_alone, "is not a recipe of this package"),
-        (with_notes, "contains 'NOTES.md', expected nothing but the files"),
+        (with_notes, "contains 'NOTES.md', expected only the files"),
         (no_json, "is not a recipe of this package"),
-        (without_recipe, "contains 'report.json', expected nothing but the files"),
+        (without_recipe, "contains 'report.json', expected only the files"),
         (folder_of_that_name, "contains 'recipe.json', expected"),
-        (foreign_temporary, "expected nothing but the files of a recipe"),
-        (part_of_another_program, "contains 'adapter.safetensors', expected nothing but"),
-        (foreign_lock, "contains '.lock', expected nothing but the files of a recipe"),
+        (foreign_temporary, "expected only the files of a recipe"),
+        (part_of_another_program, "contains 'adapter.safetensors', expected only"),
+        (foreign_lock, "contains '.lock', expected only the files of a recipe"),
         (similar_json, "is not a recipe of this package"),
     ],
 )

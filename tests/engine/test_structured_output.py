@@ -144,7 +144,7 @@ def test_settings_that_forbid_every_token_raise(engine: BlockAttentionEngine) ->
 
 
 def test_a_grammar_needs_an_end(engine: BlockAttentionEngine) -> None:
-    with pytest.raises(ValueError, match="Found no eos_token_id"):
+    with pytest.raises(ValueError, match="no eos_token_id is set"):
         engine.generate(A, structured_outputs=OTHER, eos_token_id=[])
 
 

@@ -195,7 +195,7 @@ def test_a_read_only_engine_keeps_recomputed_blocks_in_memory(
     engine = BlockAttentionEngine(model, tmp_path / "kv", read_only=True)
     for hits in (0, 3):
         assert engine.generate(PROMPT, max_new_tokens=1).stats.hits == hits
-    assert "computed again and kept in memory" in caplog.text
+    assert "recomputed and kept in memory" in caplog.text
     assert [path] == list((tmp_path / "kv").rglob("*.safetensors"))
 
 

@@ -114,9 +114,9 @@ def test_a_malformed_call_is_part_of_the_next_prompt() -> None:
 
 def test_a_template_without_tool_support_is_refused(engine: BlockAttentionEngine) -> None:
     chat = ChatBlockAttention(engine=engine)
-    with pytest.raises(ValueError, match=r"supports no tools.*RetrieveFirst"):
+    with pytest.raises(ValueError, match=r"does not support tools.*RetrieveFirst"):
         chat.bind_tools([look_up])
-    with pytest.raises(ValueError, match=f"template of {chat.model_name} supports no tools"):
+    with pytest.raises(ValueError, match=f"template of {chat.model_name} does not support tools"):
         chat.invoke("Hi", tools=[{"type": "function", "function": {"name": "f"}}])
 
 

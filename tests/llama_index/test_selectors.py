@@ -89,7 +89,7 @@ async def test_a_selector_chooses_by_grammar_without_tool_support() -> None:
     for found in (selector.select(CHOICES, query), await selector.aselect(CHOICES, query)):
         assert (found.ind, found.reason) == (1, "It is wet.")
     assert '{"name": "SingleSelection", "description": ' in engine.prompts[0]
-    with pytest.raises(ValueError, match="supports no tools"):  # without a required call
+    with pytest.raises(ValueError, match="does not support tools"):  # without a required call
         llm.chat_with_tools(tools_of(llm), "How deep?")
 
 

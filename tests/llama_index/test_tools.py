@@ -55,7 +55,7 @@ def test_a_template_with_tools_makes_a_function_calling_model(engine: BlockAtten
     assert scripted("").metadata.is_function_calling_model
     plain = BlockAttentionLLM(engine=engine)
     assert not plain.metadata.is_function_calling_model
-    with pytest.raises(ValueError, match="supports no tools"):
+    with pytest.raises(ValueError, match="does not support tools"):
         plain.chat_with_tools([ADD], "1 + 2?")
 
 

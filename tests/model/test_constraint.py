@@ -60,7 +60,7 @@ def test_ended_rows_keep_their_scores() -> None:
 
 @pytest.mark.parametrize("row", [[C], [A, A], [PAD, A], [A, PAD, B], [C, PAD]])
 def test_a_forbidden_token_raises_unless_the_row_is_discarded(row: list[int]) -> None:
-    with pytest.raises(GrammarError, match="one that its grammar forbids"):
+    with pytest.raises(GrammarError, match="a token that its grammar forbids"):
         constrained([row], matcher(), pad=PAD)
     assert left(constrained([row], matcher(), pad=PAD, has_strays=True)) == [EVERY]
 
@@ -94,7 +94,7 @@ def test_a_finished_answer_is_checked_again() -> None:
         constraint.check_answer(answer)
     constraint.check_answer([C], 1)
     for answer in ([C], [A, A, END]):
-        with pytest.raises(GrammarError, match="one that its grammar forbids"):
+        with pytest.raises(GrammarError, match="a token that its grammar forbids"):
             constraint.check_answer(answer)
 
 

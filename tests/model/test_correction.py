@@ -192,7 +192,7 @@ def test_other_kinds_of_files_are_refused(model: BlockModel, tmp_path: Path) -> 
         (
             {k: v for k, v in tensors.items() if k != "bias.1"} | {"x": torch.ones(1)},
             metadata,
-            "found no tensor bias.1",
+            "missing tensor bias.1",
         ),
         ({**tensors, "bias.0": tensors["bias.0"][:, 1:].contiguous()}, metadata, "found shapes"),
         ({**tensors, "bias.0": tensors["bias.0"] / 0}, metadata, "NaN or infinity in bias.0"),

@@ -101,7 +101,7 @@ def test_a_model_that_changes_while_in_use_is_refused(model: Any, name: str) -> 
 def test_a_model_that_changes_before_its_fingerprint_is_known_is_refused(model: Any) -> None:
     in_use = block_model(model)
     next_float(model)
-    with pytest.raises(UnsupportedModelError, match="Make a new engine"):
+    with pytest.raises(UnsupportedModelError, match="create a new engine"):
         in_use.fingerprint  # noqa: B018 -- computed on the first access
     assert block_model(model).fingerprint != ORIGINAL
 
@@ -297,9 +297,9 @@ def test_encoding_under_autocast_is_refused(model: Any) -> None:
     in_use = block_model(model)
     before = in_use.fingerprint
     with torch.autocast("cpu", torch.bfloat16):
-        with pytest.raises(ValueError, match=r"Autocast to torch\.bfloat16 is on"):
+        with pytest.raises(ValueError, match=r"Autocast to torch\.bfloat16 is enabled"):
             next(in_use.encode([EncodeRequest(IDS, "", "")]))
-        with pytest.raises(ValueError, match=r"Autocast to torch\.bfloat16 is on"):
+        with pytest.raises(ValueError, match=r"Autocast to torch\.bfloat16 is enabled"):
             block_model(copy.deepcopy(model))
         assert in_use.fingerprint == before  # still usable for look-ups
     assert states(in_use)[0].dtype == torch.float32

@@ -43,7 +43,7 @@ def test_a_model_loaded_by_path_is_the_one_that_was_saved(saved: Path) -> None:
 
 
 def test_a_model_object_needs_a_tokenizer(saved: Path) -> None:
-    with pytest.raises(ValueError, match="without its tokenizer; pass tokenizer="):
+    with pytest.raises(ValueError, match="requires its tokenizer: pass tokenizer="):
         BlockModel.from_pretrained(shared_tiny_llama())
     assert BlockModel.from_pretrained(shared_tiny_llama(), tokenizer=saved).tokenizer.prefix_ids
 
@@ -126,7 +126,7 @@ def test_a_folder_may_contain_only_a_tokenizer(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("name", "meant"), [("bundeld", "bundled"), ("smolm2", "smollm2")])
 def test_a_misspelled_name_is_reported_without_asking_the_hub(name: str, meant: str) -> None:
-    with pytest.raises(FileNotFoundError, match=f"no model '{name}'; did you mean '{meant}'"):
+    with pytest.raises(FileNotFoundError, match=f"Unknown model '{name}'; did you mean '{meant}'"):
         load_config(name)
     assert resolve_name("bundle-7b/chat") == "bundle-7b/chat"
 

@@ -117,5 +117,5 @@ def test_model_that_cannot_be_measured_is_refused_with_the_reason(
 def test_config_without_head_size_is_refused() -> None:
     config = AutoConfig.for_model("llama")
     config.head_dim, config.num_attention_heads = None, 0
-    with pytest.raises(UnsupportedModelError, match="does not give the size of heads"):
+    with pytest.raises(UnsupportedModelError, match="lacks the head size"):
         profile_config(config, torch.float32)

@@ -251,7 +251,7 @@ def test_a_scheme_that_cannot_be_exact_or_is_unknown_is_refused() -> None:
 def test_a_quantized_checkpoint_is_not_quantized_again(plain: Path) -> None:
     need("accelerate")
     fp8(plain)
-    with pytest.raises(ValueError, match=r"is quantized already, with fp8; leave dtype out"):
+    with pytest.raises(ValueError, match=r"is already quantized with fp8: omit dtype"):
         load_model(plain, device="cpu", dtype="int8")
 
 

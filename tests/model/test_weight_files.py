@@ -176,7 +176,7 @@ def test_an_unwritable_cache_folder_is_reported(
 ) -> None:
     (saved.parent / "home").write_text("a file")
     assert WeightFile.at(saved / WEIGHTS).digest()
-    assert f"Cannot keep the digest of {saved / WEIGHTS}" in caplog.text
+    assert f"Cannot cache the digest of {saved / WEIGHTS}" in caplog.text
 
 
 def test_files_that_changed_after_loading_do_not_identify_the_model(saved: Path) -> None:

@@ -28,7 +28,7 @@ def test_a_complete_answer_is_parsed(text: str, value: Any) -> None:
 @pytest.mark.parametrize("text", ['{"a": 1', "", "12", "-1.5"])
 def test_an_answer_that_was_cut_off_raises(text: str) -> None:
     with pytest.raises(
-        IncompleteAnswerError, match="was cut off at its token limit; raise max_new"
+        IncompleteAnswerError, match="was cut off at its token limit: raise max_new"
     ) as caught:
         complete_json(text, "length")
     assert caught.value.text == text
@@ -46,7 +46,7 @@ def test_the_error_for_incomplete_json_names_the_position() -> None:
 
 def test_an_answer_that_is_nested_too_deeply_raises() -> None:
     for text in ("[" * 100_000 + "]" * 100_000, '{"a":' * 100_000):
-        with pytest.raises(IncompleteAnswerError, match="nested too deeply to be read") as caught:
+        with pytest.raises(IncompleteAnswerError, match="nested too deeply to be parsed") as caught:
             complete_json(text, "stop")
         assert caught.value.text == text
 

@@ -191,14 +191,14 @@ def _alternatives(number: int, begin: str) -> str:
 
 
 def test_a_grammar_that_fails_at_its_start_is_refused_when_compiled() -> None:
-    with pytest.raises(GrammarError, match=r"The grammar cannot be followed.* max is 10000"):
+    with pytest.raises(GrammarError, match=r"The grammar cannot be enforced.* max is 10000"):
         matcher(grammar=_alternatives(10_001, '"a"'))
 
 
 def test_parser_errors_are_distinguished_from_forbidden_tokens() -> None:
     one = matcher(grammar=_alternatives(10_001, '/a+/ "b"'))
     assert not one.follow(ids("b"))
-    with pytest.raises(GrammarError, match=r"cannot be followed: .* max is 10000") as raised:
+    with pytest.raises(GrammarError, match=r"cannot be enforced: .* max is 10000") as raised:
         one.follow(ids("aabx"))
     assert "\n" not in str(raised.value)
     with pytest.raises(GrammarError, match="max is 10000"):  # the error persists
@@ -234,7 +234,7 @@ def test_structural_tags_only_constrain_tagged_text() -> None:
 
 
 def test_a_schema_that_no_answer_fits_is_refused_in_one_line() -> None:
-    with pytest.raises(GrammarError, match="no answer fits it") as raised:
+    with pytest.raises(GrammarError, match="no answer matches it") as raised:
         matcher(json={"$ref": "#"}).allowed(VOCABULARY, [END])
     assert "\n" not in str(raised.value)
 
@@ -254,7 +254,7 @@ def _deep(levels: int) -> dict[str, Any]:
         ({"structural_tag": NUMBER}, "The structural tag cannot be compiled"),
         (
             {"structural_tag": {**TAGS, "triggers": ["<call"]}},
-            "'<find>' starts with none of the triggers <call",
+            "'<find>' does not start with any of the triggers <call",
         ),
         ({"grammar": "start: nothing"}, "The grammar cannot be compiled.*nothing"),
     ],

@@ -111,7 +111,7 @@ def test_a_grammar_that_is_too_large_is_refused_with_the_limit() -> None:
         (None, {"yaml": "a"}, "must have exactly one of"),
         (None, "a", "structured_outputs must be a mapping"),
         (None, {"json": [1]}, "must be an object; found"),
-        (None, {"json": "{"}, "is not JSON"),
+        (None, {"json": "{"}, "Invalid JSON in a schema"),
         (None, {"json": {"enum": [{1, 2}]}}, "must be plain JSON"),
         (None, {"json": DEEP}, "nested too deeply, expected fewer than 100 levels"),
         (None, {"json": '{"items":' * 100_000}, "nested too deeply"),

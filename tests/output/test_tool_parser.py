@@ -183,7 +183,7 @@ MALFORMED = [
         "hermes",
         '<tool_call>{"name": "look_up", "arguments": {"q": "\\ud83d"}}</tool_call>',
         "look_up",
-        "'\\ud83d', half of a surrogate pair",
+        "'\\ud83d', which is a lone surrogate",
     ),
     (
         "hermes",

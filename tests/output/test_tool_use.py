@@ -42,7 +42,7 @@ def test_a_tool_choice_is_a_keyword_or_the_name_of_a_tool(choice: Any, expected:
 
 @pytest.mark.parametrize("choice", [{"function": "add"}, {"function": {"name": None}}, {}, 1, "x"])
 def test_invalid_tool_choices_are_refused(choice: Any) -> None:
-    with pytest.raises(ValueError, match=r"the name of a tool \(add\); found"):
+    with pytest.raises(ValueError, match=r"the name of a tool \(add\)"):
         choice_of(choice, [tool("add")])
 
 
@@ -66,9 +66,9 @@ def test_a_required_call_works_without_tool_support_in_the_template() -> None:
     assert '"name": "add"' in text_of(
         prompt_spans(_tokenizer(template), [{"role": "user", "content": "?"}], held)
     )
-    with pytest.raises(ValueError, match=r"template of small supports no tools.*require a call"):
+    with pytest.raises(ValueError, match=r"small does not support tools.*require a call"):
         use("add", template=template)
-    with pytest.raises(ValueError, match="supports no tools"):
+    with pytest.raises(ValueError, match="does not support tools"):
         use("add", template=None, tool_choice="any")
 
 
@@ -89,7 +89,7 @@ def test_a_grammar_that_forbids_required_or_constrained_calls_is_refused(options
 
 
 def test_unknown_tool_call_modes_are_refused() -> None:
-    with pytest.raises(ValueError, match="tool_calls must be 'free' or 'constrained'; found 'all'"):
+    with pytest.raises(ValueError, match="Invalid tool_calls 'all': expected 'free'"):
         use("add", tool_calls="all")
 
 

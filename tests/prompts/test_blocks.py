@@ -63,7 +63,7 @@ def test_from_texts_uses_the_last_text_as_final_and_drops_empty_ones() -> None:
     ],
 )
 def test_a_prompt_without_texts_is_refused(texts: Any, error: type[Exception]) -> None:
-    with pytest.raises(error, match=r"Expected a (non-empty list|str)|The prompt is empty|must"):
+    with pytest.raises(error, match=r"Expected (a non-empty list|final)|The prompt is empty|must"):
         BlockPrompt.from_texts(texts)
 
 

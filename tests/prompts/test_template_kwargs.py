@@ -50,11 +50,11 @@ def test_a_variable_reaches_the_template() -> None:
 @pytest.mark.parametrize(
     ("given", "error", "told"),
     [
-        ({"enable_thinkin": False}, ValueError, "enable_thinkin in .* it reads: enable_thin"),
+        ({"enable_thinkin": False}, ValueError, "enable_thinkin in .* only uses: enable_thin"),
         ({"tools": []}, ValueError, "tools in chat_template_kwargs, which this package sets"),
         ({"add_generation_prompt": False}, ValueError, "Found add_generation_prompt in"),
-        (["enable_thinking"], TypeError, "as a mapping of names"),
-        ({1: 2}, TypeError, "as a mapping of names"),
+        (["enable_thinking"], TypeError, "to be a mapping"),
+        ({1: 2}, TypeError, "to be a mapping"),
     ],
 )
 def test_unread_and_reserved_variables_are_refused(
@@ -65,5 +65,5 @@ def test_unread_and_reserved_variables_are_refused(
 
 
 def test_without_a_template_there_are_no_variables() -> None:
-    with pytest.raises(ValueError, match="it reads: none"):
+    with pytest.raises(ValueError, match="only uses: none"):
         check_template_kwargs(of(None), {"enable_thinking": False})

@@ -147,7 +147,7 @@ def test_chat_template_variables_are_checked(cli: Command, filled: Path) -> None
         assert (output.status, why in " ".join(output.stderr.split())) == (2, True)
     output = cli(*command, '{"enable_thinking": false}')
     assert output.status == 1
-    assert "Found enable_thinking in chat_template_kwargs, which the chat" in output.stderr
+    assert "Found enable_thinking in chat_template_kwargs, but the chat" in output.stderr
 
 
 def ask_in_terminal(name: str, database: Path) -> None:
