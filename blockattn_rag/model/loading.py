@@ -308,8 +308,8 @@ def _load_adapter(
         arguments = loading_arguments(adapter["base"], base_config, dtype, target)
         base = _from_pretrained(base_name, base_config, {**arguments, **kwargs})
     merged = PeftModel.from_pretrained(base, name).merge_and_unload()
-    # Peft freezes the base. PyTorch copies a frozen output matrix in bfloat16 for each prompt, which
-    # makes the first token of a 0.5B model on a CPU five times slower.
+    # Peft freezes the base, and PyTorch copies a frozen output matrix in bfloat16 for each prompt:
+    # on a CPU, the first token of a 0.5B model would take five times as long.
     merged.requires_grad_(True)
     tuning = adapter["tuning"]
     if isinstance(tuning, dict) and "block" not in tuning.get("modes", ["block"]):
