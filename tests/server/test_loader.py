@@ -227,9 +227,9 @@ def other_digest(kv: BlockKV) -> BlockKV:
     ("changed", "why"),
     [
         (other_tokens, "keys and values of other tokens"),
-        (other_shape, "another shape or dtype"),
-        (other_type, "another shape or dtype"),
-        (other_digest, "has another block under"),
+        (other_shape, "this model's shape or dtype"),
+        (other_type, "this model's shape or dtype"),
+        (other_digest, "contains another block"),
     ],
 )
 def test_refuses_others(loader: Make, changed: Callable[[BlockKV], BlockKV], why: str) -> None:
