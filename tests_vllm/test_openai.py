@@ -234,7 +234,7 @@ def test_tenants_recognize_own(reference: Reference, server: Server) -> None:
     assert answered(server, plain)["blockattn"]["misses"] == 0
     impossible = answered(server, {**plain, "prompt_logprobs": 1})["blockattn"]
     assert impossible["mode"] == "full"
-    assert "prompt_logprobs is not possible in block mode" in impossible["reason"]
+    assert "prompt_logprobs is not supported in block mode" in impossible["reason"]
     # Until the index of tenant "e" has been read, "e" finds nothing at all.
     tenant = {"x-tenant-id": "e"}
     own = reference.case(19).texts[1].strip()

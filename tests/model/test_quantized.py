@@ -146,7 +146,7 @@ def test_check_block_accepts_only_blocks_of_the_model_in_int8() -> None:
         replace(kv, scales=replace(kv.scales, dtype=torch.bfloat16)),
         replace(kv, scales=None),
     ):
-        with pytest.raises(FingerprintMismatchError, match="another shape or dtype"):
+        with pytest.raises(FingerprintMismatchError, match="this model's shape or dtype"):
             check_block(other, kv.key, ids, outline)
     for key, tokens in (("0" * 64, ids), (kv.key, ids[:-1])):
         with pytest.raises(FingerprintMismatchError):

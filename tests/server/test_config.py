@@ -110,7 +110,7 @@ def test_a_wrong_option_is_refused(changed: dict[str, Any], message: str) -> Non
 
 
 def test_a_store_must_be_given() -> None:
-    with pytest.raises(ValueError, match="has no field 'store'; add it"):
+    with pytest.raises(ValueError, match="is missing the field 'store'; add it"):
         ServingConfig.parse({})
 
 

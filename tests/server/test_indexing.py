@@ -41,8 +41,8 @@ def test_a_busy_server_writes_few_files_and_loses_nothing_at_its_end() -> None:
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        (StoreError, "The index of passages cannot be written: {} is full"),
-        (MemoryError, "Unexpected error while the index is written: {} is full"),
+        (StoreError, "Cannot write the passage index: {} is full"),
+        (MemoryError, "Unexpected error while writing the index: {} is full"),
     ],
 )
 def test_a_failed_write_is_logged_counted_and_repeated(

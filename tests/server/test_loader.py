@@ -168,7 +168,7 @@ def test_evicted_private_blocks_are_missing(loader: Make) -> None:
     one = loader(store, kept=MemoryStore(1 << 20))
     error = failure(one, KEPT)
     assert error.blocks == (1,)
-    assert "nor this server's memory (private_memory)" in str(error)
+    assert "nor in this server's memory (private_memory)" in str(error)
     private = kv_of(KEPT[1], "tenant/private")
     store.put(private.key, private)  # as one that was encoded on purpose
     assert len(one.start(KEPT).result()) == 3
@@ -197,8 +197,8 @@ def test_a_missing_block_is_named_by_its_place(loader: Make) -> None:
     one = loader(store)
     error = failure(one)
     assert str(error) == (
-        "Block 1 of the prompt (2 tokens from token 3 on), and 1 more cannot be loaded: no "
-        "reachable store has it"
+        "Block 1 of the prompt (2 tokens from token 3 on), and 1 more cannot be loaded: it is in "
+        "no reachable store"
     )
     assert (error.blocks, error.damaged) == ((1, 2), ())
     assert told(one) == (0, 1, 2)
@@ -342,5 +342,5 @@ def test_a_closed_loader_begins_no_load_and_ends_those_that_go_on(loader: Make) 
 
 @pytest.mark.parametrize("options", [{"deadline_s": 0}, {"threads": 0}, {"most_waiting": 0}])
 def test_numbers_that_are_not_positive_are_refused(options: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match=r"positive|at least one|greater than 0"):
+    with pytest.raises(ValueError, match=r"positive|at least one|1 or more|greater than 0"):
         BlockLoader(MemoryStore(1), PROFILE, WHOLE, **options)  # type: ignore[arg-type]

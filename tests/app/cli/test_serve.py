@@ -111,7 +111,7 @@ def test_a_database_is_served_with_its_settings(
     manifest.write_text(json.dumps({**fields, "namespace": "team", "kv_dtype": "int8"}))
     output = cli("serve", "--db", database, "--port", port, "--sources", "--", "--die", "now")
     assert output.status == 1
-    assert "vLLM ended with status 3 before it was ready: ServingError: the cause" in output.stderr
+    assert "vLLM exited with status 3 before it was ready: ServingError: the cause" in output.stderr
     options = vllm.told()["options"]
     found = dict(itertools.pairwise(options))
     extra = "--kv-transfer-config.kv_connector_extra_config"
