@@ -102,5 +102,5 @@ def test_there_is_exactly_one_source_of_the_model(framework: Framework) -> None:
     for arguments, message in cases:
         with pytest.raises(ValueError, match=message):
             type(chat)(**arguments)
-    with pytest.raises(ValueError, match="either llm="):
+    with pytest.raises(ValueError, match="only one of: llm="):
         framework.ingestion(model="bundled", llm=chat)
