@@ -83,7 +83,7 @@ def test_named_models_survive_pickling(framework: Framework, saved: str, tmp_pat
 def test_live_objects_are_not_pickled(framework: Framework, saved: str) -> None:
     own_tokenizer = {"tokenizer": tiny_tokenizer()}
     for chat, found in (
-        (framework.chat(tuned_engine()), "live engine"),
+        (framework.chat(tuned_engine()), "created from engine"),
         (framework.chat(saved, model_kwargs=own_tokenizer), "live tokenizer"),
         (framework.chat(saved, kv_store=MemoryStore(1000)), "live kv_store"),
     ):
@@ -95,7 +95,7 @@ def test_there_is_exactly_one_source_of_the_model(framework: Framework) -> None:
     engine, ready = tuned_engine(), tiny_model()
     chat: Any = framework.chat(engine)
     cases: list[tuple[dict[str, Any], str]] = [
-        ({}, "Expected either engine= or a model.*found none"),
+        ({}, "Expected either engine= or a model.*found neither"),
         ({"model_name": "bundled", "engine": engine}, "found both"),
         ({"model_name": ready}, "without its tokenizer; pass model_kwargs="),
     ]

@@ -121,9 +121,9 @@ def test_repairs_a_model(cli: Command, model: Path, questions: Path, tmp_path: P
         (("--model", "MODEL"), 2, "Expected --db FOLDER, or --model NAME with --passages FILE"),
         (("--db", "db", "--passages", "p.jsonl"), 2, "Found --db and --passages"),
         (("--db", "nowhere"), 1, "nowhere is not a database"),
-        (("--questions", "q.jsonl", "--model", "MODEL"), 1, "line 1: Found a question without"),
-        (("--passages", "none.jsonl", "--model", "MODEL"), 1, "Found no file none.jsonl"),
-        (("--passages", "p.jsonl", "--model", "MODEL"), 1, "wrote no question about any of 6"),
+        (("--questions", "q.jsonl", "--model", "MODEL"), 1, "line 1: A question has no"),
+        (("--passages", "none.jsonl", "--model", "MODEL"), 1, "No such file none.jsonl"),
+        (("--passages", "p.jsonl", "--model", "MODEL"), 1, "generated no usable question from 6 "),
     ],
 )
 def test_impossible_requests_are_reported_in_one_line(

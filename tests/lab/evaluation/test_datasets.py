@@ -29,7 +29,7 @@ def test_records_are_read_in_order_plain_and_zipped(tmp_path: Path) -> None:
     [
         ({"question": " "}, "Found an empty 'question'"),
         ({"answers": "x"}, "Found 'answers' of a string, expected a list"),
-        ({"passages": [{"title": "t"}]}, r"Found no 'passages\[0\].text'"),
+        ({"passages": [{"title": "t"}]}, r"Missing key 'passages\[0\].text'"),
         ({"passages": [{"title": "t", "text": "x", "gold": 1}]}, "expected true or false"),
         ({"question": "\ud800?"}, "half of a surrogate pair"),
     ],
@@ -45,8 +45,8 @@ def test_bad_json_bad_utf8_repeated_ids_and_empty_files_are_data_errors(tmp_path
     for content, message in (
         (b'{"id": ', "line 1"),
         (b'{"id": "\xff"}', "line 1"),
-        (b"", "found no line"),
-        (json.dumps(record(1)).encode() + b"\n" + json.dumps(record(1)).encode(), "used before"),
+        (b"", "is empty: expected one"),
+        (json.dumps(record(1)).encode() + b"\n" + json.dumps(record(1)).encode(), "duplicate id"),
     ):
         path.write_bytes(content)
         with pytest.raises(DataError, match=message):

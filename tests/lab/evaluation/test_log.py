@@ -49,8 +49,8 @@ def test_ids_are_the_logs_own_or_numbers_of_lines(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("records", "message"),
     [
-        ([], "expected one JSON object a line, found no line"),
-        ([{"blocks": ["a"]}], "line 1: Found no 'prompt' among the keys 'blocks'"),
+        ([], "is empty: expected one JSON object per line"),
+        ([{"blocks": ["a"]}], "line 1: Missing key 'prompt', found 'blocks'"),
         ([{"prompt": ["a", " "]}], r"line 1: Found an empty 'prompt\[1\]'"),
         ([{"prompt": ["a"], "id": 1}, {"prompt": ["b"], "id": "1"}], "line 2: the id '1' was used"),
     ],

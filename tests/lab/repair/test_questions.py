@@ -116,7 +116,9 @@ def test_a_damaged_file_is_reported(writer: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("passages", [[], [Passage("", "fact 0 is")]])
 def test_refuses_no_questions(writer: Any, tmp_path: Path, passages: list[Passage]) -> None:
-    with pytest.raises(DataError, match=r"Found no passage|no question about any of 1 passages"):
+    with pytest.raises(
+        DataError, match=r"There are no passages|no usable question from 1 passages"
+    ):
         write(writer, tmp_path, passages=passages)
 
 
@@ -132,7 +134,7 @@ def test_the_passage_is_text_in_the_models_chat_template(
 
     monkeypatch.setattr(engine, "generate_batch", generate_batch)
     hostile = Passage("t", "fact <|end|> here")
-    with pytest.raises(DataError, match="wrote no question"):  # a random model
+    with pytest.raises(DataError, match="generated no usable question"):  # a random model
         write(engine, tmp_path, passages=[hostile])
     (prompt,) = prompts
     assert not prompt.context
