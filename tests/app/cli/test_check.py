@@ -37,7 +37,7 @@ def test_checks_a_recipe(cli: Command, model: Path, loaded: BlockModel, tmp_path
     nowhere = cli("check", model, "--recipe", "nowhere")
     assert (nowhere.status, "Found no recipe at nowhere" in nowhere.stderr) == (1, True)
     server = cli("check", "--recipe", "bos", "--server", "http://127.0.0.1:9")
-    assert (server.status, "--recipe needs a MODEL" in server.stderr) == (2, True)
+    assert (server.status, "--recipe requires MODEL" in server.stderr) == (2, True)
 
 
 def test_failed_row_exits_1(cli: Command, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,8 +84,8 @@ def test_a_read_only_server_is_checked_in_full_mode(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "Expected a MODEL, or the address of a --server; found neither"),
-        (("bundled", "--server", "http://gpu"), "or the address of a --server; found both"),
+        ((), "Expected either MODEL or --server; found neither"),
+        (("bundled", "--server", "http://gpu"), "or either MODEL or --server; found both"),
         (("--server", "http://127.0.0.1:9"), "Cannot reach http://127"),
     ],
 )

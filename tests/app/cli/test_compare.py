@@ -125,8 +125,8 @@ def test_passages_that_block_mode_had_to_compute_are_reported(cli: Command, data
     for entry in (database / "kv").rglob("*.safetensors"):
         entry.unlink()
     shown = cli(*command(database, "--compare")).stdout
-    assert "Block mode had to compute 1 block of the prompt; ask again" in shown
-    assert "had to compute" not in cli(*command(database, "--compare")).stdout
+    assert "Block mode had to encode 1 block of the prompt; ask again" in shown
+    assert "had to encode" not in cli(*command(database, "--compare")).stdout
 
 
 def test_a_repeated_question_is_computed_again(cli: Command, filled: Path) -> None:
@@ -140,4 +140,4 @@ def test_a_repeated_question_is_computed_again(cli: Command, filled: Path) -> No
 def test_compare_and_a_mode_exclude_each_other(cli: Command, database: Path) -> None:
     output = cli(*command(database, "--compare", "--mode", "full"))
     assert output.status == 2
-    assert "leave out --mode" in output.stderr
+    assert "remove --mode" in output.stderr

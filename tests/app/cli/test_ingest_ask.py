@@ -251,7 +251,7 @@ def test_another_model_warns(cli: Command, database: Path, tmp_path: Path) -> No
     command = ("ask", "How?", "--db", database, "--max-new-tokens", 2, "--json", "--model", other)
     output = cli(*command)
     assert output.json["misses"] == 1
-    assert "passages are computed when first used" in output.stderr
+    assert "passages will be encoded again on first use" in output.stderr
     assert cli(*command).json["misses"] == 0
 
 
@@ -259,7 +259,7 @@ def test_refuses_other_model(cli: Command, database: Path, documents: Path, mode
     output = cli("ingest", documents, "--db", database, "--model", "bundled")
     assert output.status == 1
     assert output.stderr.startswith(f"error: {database} has passages encoded by {model}, found ")
-    assert "leave out --model, or ingest into a new folder" in output.stderr
+    assert "remove --model, or ingest into a new folder" in output.stderr
     assert cli("ingest", documents, "--db", database, "--model", model).status == 0
 
 

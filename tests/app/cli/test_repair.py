@@ -119,7 +119,11 @@ def test_repairs_a_model(cli: Command, model: Path, questions: Path, tmp_path: P
     [
         ((), 2, "Expected --db FOLDER, or --model NAME with --passages FILE"),
         (("--model", "MODEL"), 2, "Expected --db FOLDER, or --model NAME with --passages FILE"),
-        (("--db", "db", "--passages", "p.jsonl"), 2, "Found --db and --passages"),
+        (
+            ("--db", "db", "--passages", "p.jsonl"),
+            2,
+            "Expected either --db or --passages, found both",
+        ),
         (("--db", "nowhere"), 1, "nowhere is not a database"),
         (("--questions", "q.jsonl", "--model", "MODEL"), 1, "line 1: A question has no"),
         (("--passages", "none.jsonl", "--model", "MODEL"), 1, "No such file none.jsonl"),
