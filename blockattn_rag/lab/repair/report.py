@@ -43,20 +43,20 @@ def figures(report: RepairReport) -> list[str]:
     if chosen["recovery"] is not None:
         mean, low, high = (_percent(chosen["recovery"][end]) for end in ("mean", "low", "high"))
         recovered = f": {mean} recovered ({low} to {high})"
-    right = "not measured, because the questions have no right answers"
+    right = "not measured, because the questions have no reference answers"
     if report["right"]:
         counts = ", ".join(f"{name} {count}" for name, count in report["right"].items())
         right = f"{counts} of {report['answered']}"
     changes = (
         f"{what}: {_percent(plain[name]['mean'])} -> {_percent(chosen[name]['mean'])}"
         for what, name in (
-            ("Tokens that full mode would choose too", "agreement"),
+            ("Token agreement with full mode", "agreement"),
             ("identical answers", "identical"),
         )
     )
     kept = ", ".join(f"{name} {_percent(share)}" for name, share in report["shares"].items())
     return [
-        f"Of full mode's answers, {_percent(report['tolerance'])} are to be kept: {kept}.",
+        f"Target: keep {_percent(report['tolerance'])} of full mode's answers. Kept: {kept}.",
         f"Divergence from full mode (KL), {report['measured_on']} held-out questions: "
         f"{plain['kl']['mean']:.3f} without a recipe, {chosen['kl']['mean']:.3f} with "
         f"it{recovered}.{_shortfall(report)}",
@@ -70,10 +70,10 @@ def _shortfall(report: RepairReport) -> str:
     few = report["measured_on"] < _FEW
     untrained = not report["plan"]["samples"]
     lacks = [
-        " These questions are too few to rely on." if few else "",
+        " There are too few questions for reliable results." if few else "",
         " There was no time to train the adapter." if untrained else "",
     ]
-    advice = " Give more minutes (--minutes) and questions (--questions)."
+    advice = " Increase --minutes and add --questions."
     return "".join(lacks) + (advice if few or untrained else "")
 
 

@@ -53,11 +53,11 @@ def test_a_database_is_repaired_and_asked_with_its_recipe(
     output = cli("repair", "--db", db, "--questions", questions)
     assert output.status == 0, output.stderr
     written, kept, divergence, agreement, right, use = output.stdout.splitlines()
-    assert kept.startswith("Of full mode's answers, 95 % are to be kept: ")
+    assert kept.startswith("Target: keep 95 % of full mode's answers. Kept: ")
     recipe = Recipe.load(db / "recipe")
     assert written.startswith(f"Recipe {recipe} written to {db / 'recipe'} in ")
     assert divergence.startswith("Divergence from full mode (KL), 3 held-out questions: 0.")
-    assert agreement.startswith("Tokens that full mode would choose too: ")
+    assert agreement.startswith("Token agreement with full mode: ")
     assert right.startswith("Right answers: full ")
     assert use == "2 of 2 passages re-encoded. `ask` now uses it."
     # Without a terminal, each stage is a line when it starts.

@@ -128,8 +128,8 @@ class TestResult:
         assert "in use" in [one["name"] for one in kept.report["candidates"]]
         assert kept.adapter is not None
         assert figures(kept.report)[1].endswith(
-            " These questions are too few to rely on. There was no time to train the adapter. Give "
-            "more minutes (--minutes) and questions (--questions)."
+            " There are too few questions for reliable results. There was no time to train the "
+            "adapter. Increase --minutes and add --questions."
         )
         assert kept.adapter.digest == good.adapter.digest  # type: ignore[union-attr]
 
