@@ -71,7 +71,7 @@ def _check_same(work: Path, settings: Mapping[str, Any]) -> bool:
     if changed:
         raise DataError(
             f"{work} contains an interrupted run with other settings: {', '.join(changed)}. Pass "
-            "the same inputs to resume it, or delete the folder to start again"
+            "the same inputs to resume it, or delete that folder to start again"
         )
     return True
 

@@ -193,7 +193,7 @@ class RecordFile(Generic[R]):
         changed = {r.id: None for r in found if digests.get(r.id, r.digest) != r.digest}
         if changed:
             raise DataError(
-                f"{self._path} contains records of other questions or passages under the ids "
+                f"{self._path} contains records of other questions or passages under "
                 f"{listed(list(changed))}. Choose another file or delete this one."
             )
 

@@ -31,7 +31,7 @@ def test_records_are_read_in_order_plain_and_zipped(tmp_path: Path) -> None:
         ({"answers": "x"}, "Found 'answers' of a string, expected a list"),
         ({"passages": [{"title": "t"}]}, r"Missing key 'passages\[0\].text'"),
         ({"passages": [{"title": "t", "text": "x", "gold": 1}]}, "expected true or false"),
-        ({"question": "\ud800?"}, "half of a surrogate pair"),
+        ({"question": "\ud800?"}, "a lone surrogate"),
     ],
 )
 def test_names_line_and_field(tmp_path: Path, change: dict[str, Any], message: str) -> None:

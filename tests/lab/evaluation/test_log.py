@@ -52,7 +52,7 @@ def test_ids_are_the_logs_own_or_numbers_of_lines(tmp_path: Path) -> None:
         ([], "is empty: expected one JSON object per line"),
         ([{"blocks": ["a"]}], "line 1: Missing key 'prompt', found 'blocks'"),
         ([{"prompt": ["a", " "]}], r"line 1: Found an empty 'prompt\[1\]'"),
-        ([{"prompt": ["a"], "id": 1}, {"prompt": ["b"], "id": "1"}], "line 2: the id '1' was used"),
+        ([{"prompt": ["a"], "id": 1}, {"prompt": ["b"], "id": "1"}], "line 2: duplicate id '1'"),
     ],
 )
 def test_reports_invalid_lines(tmp_path: Path, records: list[Any], message: str) -> None:

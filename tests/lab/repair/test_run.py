@@ -482,7 +482,9 @@ class TestInterruption:
             patched.setattr(Repair, "closed_form", lambda *_: 1 / 0)
             with pytest.raises(ZeroDivisionError):
                 run.repair(model, asked, output, minutes=20, limits=QUICK)
-        with pytest.raises(DataError, match="repair of 20 minutes, found 30: pass the same"):
+        with pytest.raises(
+            DataError, match="repair of 20 minutes, but --minutes is 30: pass the same"
+        ):
             run.repair(model, asked, output, minutes=30, limits=QUICK)
 
     def test_more_minutes_give_more_questions_after_too_little_time(
@@ -506,7 +508,7 @@ class TestInterruption:
         with monkeypatch.context() as patched:
             patched.setattr(stages, "write_questions", first_batch_alone)
             patched.setattr(stages, "check_time", lambda *_: None)  # writing took unusually long
-            with pytest.raises(DataError, match=r"too little time .* found 0.0 minutes left"):
+            with pytest.raises(DataError, match=r"too little time .* 0.0 minutes are left"):
                 run.repair(model, asked, output, minutes=0.01, limits=QUICK)
         assert f"All intermediate results are in {output.with_name('recipe.work')}" in caplog.text
         assert output.with_name("recipe.work").exists()

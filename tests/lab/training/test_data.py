@@ -155,7 +155,7 @@ BAD_LINES: dict[str, tuple[bytes, str]] = {
     ),
     "last message not the assistant's": (
         b'{"messages": [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]}',
-        "no response",
+        "Missing response",
     ),
     "two answers at the end": (
         b'{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, '
