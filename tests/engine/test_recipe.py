@@ -165,7 +165,7 @@ def test_a_folder_gives_back_what_was_saved(model: BlockModel, tmp_path: Path) -
 def test_a_folder_gives_back_the_share_to_recompute(tmp_path: Path) -> None:
     Recipe("head:4", recompute=0.1).save(tmp_path / "recipe")
     assert Recipe.load(tmp_path / "recipe") == Recipe("head:4", recompute=0.1)
-    with pytest.raises(ValueError, match="contains another block"):
+    with pytest.raises(ValueError, match="found digest"):
         Recipe.load(changed(tmp_path / "recipe", recompute=0.2))
 
 
@@ -207,7 +207,7 @@ def test_a_missing_folder_is_refused(tmp_path: Path) -> None:
         ({"version": 2}, "version 2, expected 3"),
         ({"version": True}, "version True, expected 3"),
         ({"version": 3.0}, "version 3.0, expected 3"),
-        ({"promote": 1}, "contains another block"),
+        ({"promote": 1}, "found digest"),
         ({"promote": -1}, "number of passages"),
         ({"sink": "bos"}, "fitted to sink"),
         ({"promote": True}, "promote: .* valid integer, found True"),
@@ -221,7 +221,7 @@ def test_a_missing_folder_is_refused(tmp_path: Path) -> None:
         ({"fingerprints": [1]}, "fingerprints.0: .* valid string, found 1"),
         ({"fingerprints": []}, "needs the fingerprints"),
         ({"targets": None}, "targets: Unexpected keyword argument"),
-        ({"adapter": None}, "contains another block"),
+        ({"adapter": None}, "found digest"),
         ({"report": []}, "report: .* valid dictionary"),
         ({"files": {}}, "files: .* valid list"),
         ({"files": []}, r"found files \[\], expected adapter-"),

@@ -141,7 +141,7 @@ BAD_LINES: dict[str, tuple[bytes, str]] = {
     "not an object": (b"[1]", "a list, expected an object"),
     "broken UTF-8": (b'{"prompt": "\xff"}', "Invalid UTF-8"),
     "no known key": (b'{"text": "a"}', "Found keys 'text', expected 'messages'"),
-    "missing response": (b'{"blocks": ["a"], "prompt": "b"}', "no 'response'"),
+    "missing response": (b'{"blocks": ["a"], "prompt": "b"}', "Missing key 'response'"),
     "empty block": (b'{"blocks": ["a", " "], "prompt": "b", "response": "c"}', "empty 'blocks[1]"),
     "empty turns": (b'{"blocks": ["a"], "turns": []}', "empty list 'turns'"),
     "wrong type of blocks": (b'{"blocks": "a", "prompt": "b", "response": "c"}', "a string"),
