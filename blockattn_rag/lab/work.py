@@ -142,7 +142,7 @@ def read_work_file(path: Path) -> dict[str, Any]:
         return dict(json.loads(path.read_text(encoding="utf-8")))
     except (TypeError, ValueError) as error:
         raise DataError(
-            f"{path} is damaged ({error}); delete {path.parent} to start again"
+            f"{path} is damaged ({error}); move or delete {path.parent} to start again"
         ) from error
 
 

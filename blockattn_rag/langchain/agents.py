@@ -102,10 +102,10 @@ def block_retriever_tool(
 class RetrieveFirst(AgentMiddleware[Any, Any]):
     """Agent middleware that retrieves passages for each question before calling the model.
 
-    Use it for models that cannot call tools reliably, such as small models, and for questions that
-    always need passages: the first model call already produces the answer. The retrieval is added
-    to the agent's messages as a tool call with its result, whose ``artifact`` contains the
-    documents. Later turns reuse the passages.
+    Use it for models that cannot call tools, such as small models, and for questions that always
+    need passages: the first model call already produces the answer. The retrieval is added to the
+    agent's messages as a tool call with its result, whose ``artifact`` contains the documents.
+    Later turns reuse the passages.
 
     Args:
         retriever: Retriever of the passages.

@@ -49,10 +49,10 @@ from blockattn_rag.store import KVStore
 class BlockAttentionLLM(PromptMaking, StructuredPrediction, CustomLLM, FunctionCallingLLM):
     """LLM that answers from cached passages with a transformers model, in process or on a server.
 
-    Drop-in replacement for ``HuggingFaceLLM`` with the same argument names. Passages between block
-    markers (see ``BlockKVPostprocessor``) are looked up in the KV store by the digest of their
-    text, and encoded on a cache miss. The rest of the prompt is ordinary text. The constructor
-    loads the model, unless it runs on a server.
+    Replacement for ``HuggingFaceLLM`` with the same argument names. Passages between block markers
+    (see ``BlockKVPostprocessor``) are looked up in the KV store by the digest of their text, and
+    encoded on a cache miss. The rest of the prompt is ordinary text. The constructor loads the
+    model, unless it runs on a server.
 
     Args:
         model_name: Path, hub id, or ``"bundled"``.

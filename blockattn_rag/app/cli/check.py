@@ -136,11 +136,11 @@ def _check_server(url: str) -> Result:
 
 def _server_lines(report: ServerReport) -> list[str]:
     if report.block is None:
-        verdict = "answers" if report.passed else "does NOT answer"
+        verdict = "works correctly" if report.passed else "does NOT work correctly"
         reason = "block mode was not checked: the server is read-only and lacks these passages"
-        return [f"{verdict} in full mode as it should; {reason}"]
-    verdict = "answers in block mode" if report.passed else "does NOT answer in block mode"
-    lines = [f"{verdict} as it should{_untuned(report.info.block_tuned)}"]
+        return [f"{verdict} in full mode; {reason}"]
+    verdict = "works correctly" if report.passed else "does NOT work correctly"
+    lines = [f"{verdict} in block mode{_untuned(report.info.block_tuned)}"]
     if report.block == report.full:
         return [*lines, f"both modes answer: {report.block}"]
     return [*lines, f"block mode answers: {report.block}", f"full mode answers: {report.full}"]

@@ -158,7 +158,7 @@ def _check(url: str, address: str) -> ServerInfo:
         report = check_server(ServerClient(url, os.environ.get(_KEY)))
     if not report.passed:
         stderr.print(rows_table(url, report))
-        raise ServingError("The server's answers are not correct; it will be stopped")
+        raise ServingError("The server did not pass its checks; it will be stopped")
     note(f"The server works correctly: {count(len(report.rows), 'check')} passed")
     return report.info
 

@@ -39,7 +39,7 @@ Tick = Callable[[int, int], None]
 _GENERATED_AT_ONCE = 8
 
 _CONFIDENCE = 1.96
-"""Number of standard errors by which a recipe must be better to replace the one in use."""
+"""Number of standard errors by which a recipe must be better to replace another."""
 
 _SHARES = (0.05, 0.1, 0.2)
 """Candidate fractions of tokens to recompute."""

@@ -88,7 +88,7 @@ class LayerPages:
         return int(self._layer.kv_cache[0].numel()) // (heads * (key_size + value_size))
 
     def write(self, keys: Tensor, values: Tensor, slots: Tensor) -> None:
-        """Write keys and values ``[kv_heads, tokens, head_size]`` to slots ``[tokens]``."""
+        """Write states ``[kv_heads, tokens, head_size]`` of any float dtype to slots."""
         layer = self._layer
         if self._interleaves_keys:
             keys = keys.reshape(*keys.shape[:-1], 2, -1).mT.flatten(-2)

@@ -56,7 +56,7 @@ def test_a_server_is_asked_in_both_modes(cli: Command, server: FakeServer) -> No
     assert output.status == 0, output.stderr
     assert output.stdout.startswith(server.url)
     assert "block mode answers" in output.stdout
-    assert "answers in block mode as it should; not block-fine-tuned" in output.stdout
+    assert "works correctly in block mode; not block-fine-tuned" in output.stdout
     report = cli("check", "--server", server.url, "--json").json
     assert (report["server"], report["passed"]) == (server.url, True)
     for mode in ("block", "full"):
@@ -68,7 +68,7 @@ def test_a_wrong_server_gives_status_1(cli: Command, server: FakeServer) -> None
     server.report = {"misses": 1}
     output = cli("check", "--server", server.url)
     assert output.status == 1
-    assert "does NOT answer in block mode as it should" in output.stdout
+    assert "does NOT work correctly in block mode" in output.stdout
 
 
 def test_a_read_only_server_is_checked_in_full_mode(

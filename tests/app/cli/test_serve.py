@@ -97,7 +97,7 @@ def test_a_server_with_wrong_answers_is_stopped(
     output = cli("serve", model, "--store", tmp_path / "kv", "--port", port)
     assert output.status == 1
     assert "NO" in output.stderr
-    assert "The server's answers are not correct; it will be stopped" in output.stderr
+    assert "The server did not pass its checks; it will be stopped" in output.stderr
     vllm.assert_ended()
 
 
