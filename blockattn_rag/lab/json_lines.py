@@ -99,7 +99,7 @@ def not_blank(value: object, name: str) -> str:
 
 
 def list_of(record: JsonRecord, key: str, *, may_be_empty: bool = False) -> Sequence[object]:
-    """Return the list under a required key. Raises DataError if it must not be empty but is."""
+    """Return the list under a required key. Raises DataError for an unexpected empty list."""
     items: list[object] = of_kind(value_of(record, key), list, f"'{key}'")
     if not items and not may_be_empty:
         raise DataError(f"Found an empty list '{key}'")

@@ -90,7 +90,7 @@ class SourceFields(BaseModel):
 
 
 class GenerationFields(SourceFields):
-    """Fields of a language model in this process, which are default options of all calls.
+    """Fields of an in-process language model: the default options of all calls.
 
     Options of a call override them. LangChain's standard arguments ``timeout`` and ``max_retries``
     are accepted, but have no effect in this process.

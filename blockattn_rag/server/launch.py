@@ -1,4 +1,4 @@
-"""Running vLLM's API server, with this package's connector and endpoints, as a child process."""
+"""Runs vLLM's API server, with this package's connector and endpoints, as a child process."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def opened(path: Path) -> Iterator[FileIO | None]:
 
 
 def _open_at_once(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NONBLOCK)  # Without this, opening a named pipe might block.
+    return os.open(path, flags | os.O_NONBLOCK)  # A named pipe would block.
 
 
 def read_whole(file: FileIO) -> Tensor:

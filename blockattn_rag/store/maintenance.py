@@ -317,7 +317,7 @@ def _outcome(
     info: EntryInfo, live_handles: Collection[str] | None, grace_s: float, ttl_s: float | None
 ) -> tuple[str, str]:
     """Return the ``gc`` counter for an entry, and the reason if the entry should be deleted."""
-    handles = info.handles  # Entries that a server encoded have no handles.
+    handles = info.handles  # Entries encoded by a server have no handles.
     is_live = (
         live_handles is None or not handles or any(handle in live_handles for handle in handles)
     )

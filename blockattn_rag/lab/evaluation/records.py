@@ -28,7 +28,7 @@ Recipes = Mapping[str, RecipeLike] | Sequence[RecipeLike]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Mode and recipe that the prompts of an evaluation are answered with."""
+    """Combination of mode and recipe in an evaluation."""
 
     name: str
     recipe: Recipe | None = None

@@ -63,7 +63,7 @@ class Question:
         if not self.text.strip() or not self.passages:
             raise DataError(
                 f"Expected a question with at least one passage, found {self.text[:60]!r} with "
-                f"{len(self.passages)}"
+                f"{len(self.passages)} passages"
             )
 
 

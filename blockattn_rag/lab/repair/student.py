@@ -111,7 +111,7 @@ class BlockSource:
 
 
 class Student(nn.Module):
-    """Predicts the tokens of known answers in block mode, differentiable by the correction.
+    """Predicts known answers in block mode, differentiable with respect to the correction.
 
     The module has only the correction's parameters. The model is not a submodule: its weights must
     be frozen, and are not trained, moved or saved with the module.

@@ -217,7 +217,8 @@ class _MessageReader:
         return (*chain(*marked), *content_spans("\n".join(texts), origin_of(role)))
 
     def _text(self, part: object, place: str) -> str:
-        """Return a content part's text. Records a part without text, such as an image, as empty."""
+        """Return a content part's text. A non-text part, such as an image, is noted and is
+        empty."""
         if isinstance(part, str):
             return part
         fields = as_object(part, place)
