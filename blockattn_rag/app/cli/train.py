@@ -40,7 +40,7 @@ def train(
         ),
     ] = False,
 ) -> None:
-    """Fine-tune a model to answer as well in block mode as in full mode.
+    """Fine-tune a model to answer in both block mode and full mode.
 
     Each line of the data is a JSON object with "messages", with "prompt", "blocks" and "response",
     or with "question", "passages" and "answer". The defaults are the paper's settings.

@@ -108,7 +108,7 @@ class Save:
 
 @dataclass(slots=True)
 class Orders(KVConnectorMetadata):
-    """Orders for the workers for one step.
+    """Orders for the workers in one step.
 
     Args:
         refused: Ids of requests that must fail. The reasons have already been logged.
