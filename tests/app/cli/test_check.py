@@ -85,7 +85,7 @@ def test_a_read_only_server_is_checked_in_full_mode(
     ("arguments", "message"),
     [
         ((), "Expected either MODEL or --server; found neither"),
-        (("bundled", "--server", "http://gpu"), "or either MODEL or --server; found both"),
+        (("bundled", "--server", "http://gpu"), "Expected either MODEL or --server; found both"),
         (("--server", "http://127.0.0.1:9"), "Cannot reach http://127"),
     ],
 )
