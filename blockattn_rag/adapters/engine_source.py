@@ -210,8 +210,8 @@ class EngineSource:
     def __reduce__(self) -> tuple[Any, ...]:
         if live := self.live_parts:
             raise pickle.PicklingError(
-                f"This was created from {' and '.join(live)} objects, which cannot be sent to "
-                "another process; pass the model by name, and the store as a directory or an "
+                f"This was created from live objects ({' and '.join(live)}), which cannot be sent "
+                "to another process; pass the model by name, and the store as a directory or an "
                 "address"
             )
         # Send the store object, which may have a size limit.

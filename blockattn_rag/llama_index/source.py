@@ -45,9 +45,9 @@ class SourceComponent(BaseComponent):
     def __getstate__(self) -> dict[str, Any]:
         if live := self._source.live_parts:
             raise pickle.PicklingError(
-                f"This {type(self).__name__} was created from {' and '.join(live)} objects, which "
-                "cannot be sent to another process; pass model_name= and kv_store= (a directory or "
-                "an address), or run the ingestion pipeline without num_workers"
+                f"This {type(self).__name__} was created from live objects ({' and '.join(live)}), "
+                "which cannot be sent to another process; pass model_name= and kv_store= (a "
+                "directory or an address), or run the ingestion pipeline without num_workers"
             )
         return super().__getstate__()
 

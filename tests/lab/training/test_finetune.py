@@ -264,7 +264,7 @@ class TestRefusals:
 
         with monkeypatch.context() as patched:
             patched.setattr(LabTrainer, "training_step", noting)
-            with pytest.raises(FileExistsError, match="out exists"):
+            with pytest.raises(FileExistsError, match="out already exists"):
                 finetune(config(settings(folder, max_steps=1)))
         assert not list(out.iterdir())
         out.rmdir()
@@ -294,7 +294,7 @@ class TestRefusals:
         for name in ("photos/cat.png", "thesis.txt"):
             (work / name).write_text("mine")
         (work / "run.json").write_text(noted)
-        with pytest.raises((FileExistsError, DataError), match=r"out\.work.* away"):
+        with pytest.raises((FileExistsError, DataError), match=r"out\.work.*move or delete"):
             finetune(config(settings(folder, max_steps=1)))
         for name in ("photos/cat.png", "thesis.txt"):
             assert (work / name).read_text() == "mine"
