@@ -129,7 +129,7 @@ class FakeServer:
             seen: list[Outcome] = ["found" if one else "missing" for one in stored]
             return EncodeAnswer(tuple(seen)).to_dict()
         if self.engine.access.read_only and not all(stored):
-            raise RefusalError(409, "blocks are not stored and this server is read_only")
+            raise RefusalError(409, "blocks are not stored, and this server is read_only")
         stats = self.engine.precompute(blocks)
         outcomes: list[Outcome] = ["found" if one else "encoded" for one in stored]
         return EncodeAnswer(tuple(outcomes), stats.computed_tokens, stats.stored_bytes).to_dict()

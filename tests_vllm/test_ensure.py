@@ -169,7 +169,7 @@ def test_nothing_is_encoded_for_an_unwritable_store(
             with pytest.raises(ServingError, match="not stored within"):
                 await ensurer.ensure([one], must_store=True)
         told = len(client.asked)
-        with pytest.raises(ServingError, match="The store accepted none"):
+        with pytest.raises(ServingError, match="Several blocks in a row could not be stored"):
             await ensurer.ensure(blocks[:1], must_store=True)
         assert len(client.asked) == told
         monkeypatch.setattr(store, "put", put)
@@ -219,7 +219,7 @@ def test_waiting_for_an_unresponsive_store_times_out(
     answers = threading.Event()
     monkeypatch.setattr(store, "touch", lambda _key: answers.wait())
     try:
-        with pytest.raises(StoreError, match="did not answer within"):
+        with pytest.raises(StoreError, match="did not respond within"):
             asyncio.run(ensurer_of(Client(reference, store)).ensure(blocks_of(reference)))
     finally:
         answers.set()
@@ -338,7 +338,7 @@ def test_too_many_blocks_are_refused_before_encoding(
 def test_the_endpoints_need_the_connector(connector: str | None) -> None:
     transfer = connector and SimpleNamespace(kv_connector=connector)
     client = SimpleNamespace(vllm_config=SimpleNamespace(kv_transfer_config=transfer))
-    with pytest.raises(ServingError, match="needs the connector BlockAttentionConnector"):
+    with pytest.raises(ServingError, match="requires the connector BlockAttentionConnector"):
         Service.of(client, SimpleNamespace())
 
 

@@ -234,7 +234,7 @@ def test_tenants_only_recognize_their_own_passages(reference: Reference, server:
     assert answered(server, plain)["blockattn"]["misses"] == 0
     impossible = answered(server, {**plain, "prompt_logprobs": 1})["blockattn"]
     assert impossible["mode"] == "full"
-    assert "prompt_logprobs is not possible in block mode" in impossible["reason"]
+    assert "prompt_logprobs is not supported in block mode" in impossible["reason"]
     # Tenant "e" recognizes no passages until its index has been read.
     tenant = {"x-tenant-id": "e"}
     own = reference.case(19).texts[1].strip()

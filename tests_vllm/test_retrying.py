@@ -100,7 +100,7 @@ def test_retries_and_answers_ended_by_stop_strings_are_counted() -> None:
 @pytest.mark.parametrize(
     ("encoded", "message"),
     [
-        ({"a": 7}, "1 of its 2 blocks were missing or damaged in the store, and were"),
+        ({"a": 7}, "1 of its 2 blocks were missing or damaged in the store and were"),
         ({}, "all its 2 blocks were intact in the store: the workers cannot read them within"),
     ],
 )
@@ -129,7 +129,7 @@ def test_errors_after_the_first_token_are_passed_on() -> None:
     ],
 )
 def test_an_answer_without_a_report_on_its_blocks_is_an_error(ending: Any) -> None:
-    with pytest.raises(ProtocolError, match="did not report on the blocks"):
+    with pytest.raises(ProtocolError, match="sent no reuse report"):
         asked(Client([ending]), Ticket(PLAN, _one_encoded))
 
 

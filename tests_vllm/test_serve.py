@@ -73,6 +73,6 @@ def test_a_model_is_served_by_one_command(
     ended = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)  # containers may not reap orphans
     assert [one for one in started if one.is_running() and one.status() not in ended] == []
     errors = log.read_text()
-    assert "The server answers as it should" in errors
+    assert "The server works correctly" in errors
     # During shutdown, vLLM's server may report the exit of its engine as an error.
     assert "Traceback" not in errors.partition("Stopping vLLM")[0]

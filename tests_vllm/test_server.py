@@ -232,13 +232,13 @@ def test_a_signed_plan_is_needed_for_a_tenant(reference: Reference, server: Serv
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"echo": True}, "echo is not possible"),
+        ({"echo": True}, "echo is not supported"),
         ({"prompt_logprobs": 1}, "prompt_logprobs is not possible"),
         ({"use_beam_search": True}, "use_beam_search is not possible"),
-        ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens is not possible"),
+        ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens is not supported"),
         ({"prompt": ["text"]}, "prompt should be a string"),
         ({"prompt": [1, 2]}, "prompt should be a string"),
-        ({"kv_transfer_params": {}}, "kv_transfer_params are not possible on this route"),
+        ({"kv_transfer_params": {}}, "kv_transfer_params is not supported on this route"),
         ({"structured_outputs": {"grammar": '%llguidance {}\nstart: "a"'}}, "found auto; start"),
     ],
 )
@@ -258,7 +258,7 @@ def test_a_refused_request_encodes_nothing(
             {"prompt": fresh.marked + " a" * 2048},
             "expected at most 2047: the server's max_model_len is 2048",
         ),
-        ({"model": "another"}, "Found the model 'another', expected one of bundled"),
+        ({"model": "another"}, "Unknown model 'another': expected one of bundled"),
     ):
         assert message in server.refusal(fresh.body(**changed))
     assert {*store.keys()} == before

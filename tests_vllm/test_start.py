@@ -99,9 +99,9 @@ def test_unsuitable_engines_are_refused(
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"parallel_config.pipeline_parallel_size": 2}, "--pipeline-parallel-size is in effect"),
-        ({"lora_config": object()}, "--enable-lora is in effect"),
-        ({"cache_config.cache_dtype": "fp8_e4m3"}, "--kv-cache-dtype is in effect"),
+        ({"parallel_config.pipeline_parallel_size": 2}, "--pipeline-parallel-size is in use"),
+        ({"lora_config": object()}, "--enable-lora is in use"),
+        ({"cache_config.cache_dtype": "fp8_e4m3"}, "--kv-cache-dtype is in use"),
     ],
 )
 def test_engines_that_cannot_recompute_are_refused_if_the_recipe_does(
@@ -112,7 +112,7 @@ def test_engines_that_cannot_recompute_are_refused_if_the_recipe_does(
     check_engine(engine, cache, config, profile)
     change(engine, changed)
     check_engine(engine, cache, config, reference.profile)
-    with pytest.raises(ServingError, match=f"{message}; tokens are not recomputed.*'fast'"):
+    with pytest.raises(ServingError, match=f"{message}; it cannot recompute tokens.*'fast'"):
         check_engine(engine, cache, config, profile)
 
 

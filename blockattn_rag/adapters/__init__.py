@@ -1,1 +1,1 @@
-"""Code that the LlamaIndex and LangChain adapters share."""
+"""Shared code of the LlamaIndex and LangChain adapters."""

@@ -1,4 +1,4 @@
-"""Checks of arguments that the frameworks would silently accept."""
+"""Checks for invalid arguments that the frameworks would silently accept."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def check_known(cls: type, given: Iterable[str], known: Collection[str]) -> None:
-    """Check the names of keyword arguments."""
+    """Raise TypeError for unknown keyword arguments, with a suggestion."""
     if not (unknown := sorted(set(given) - set(known))):
         return
     said = []
@@ -24,7 +24,7 @@ def check_known(cls: type, given: Iterable[str], known: Collection[str]) -> None
 
 
 def check_items(given: Iterable[Any], kind: type, advice: str) -> None:
-    """Check the type of each item in a list."""
+    """Raise TypeError if an item in a list has another type."""
     for number, value in enumerate(given):
         if not isinstance(value, kind):
             raise TypeError(

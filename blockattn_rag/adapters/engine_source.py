@@ -1,4 +1,4 @@
-"""Source of an adapter's engine: an existing engine, or the arguments for loading one."""
+"""Engine of an adapter: an existing engine, or the arguments for loading one."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ logger = logging.getLogger("blockattn_rag")
 
 
 def source_of(llm: Any, expected: str, *others: Any) -> EngineSource | ServerSource:
-    """Return the source of the LLM that a component received as ``llm=``."""
+    """Return the source of the LLM passed to a component as ``llm=``."""
     if any(value is not None for value in others):
-        raise ValueError("Pass either llm=, or a model, store and recipe, or a server, not both")
+        raise ValueError("Pass only one of: llm=, a server, or a model with store and recipe")
     source = getattr(llm, "source", None)
     if not isinstance(source, EngineSource | ServerSource):
         raise TypeError(
             f"llm= must be the LLM that generates the answers, such as {expected}(...); found "
-            f"{type(llm).__name__} {llm!r:.60}. Pass a model's name as model=, or the address of a "
-            "server as server="
+            f"{type(llm).__name__} {llm!r:.60}. Pass a model name as model=, or a server address "
+            "as server="
         )
     return source
 
@@ -47,15 +47,15 @@ def source_of(llm: Any, expected: str, *others: Any) -> EngineSource | ServerSou
 def source_with(
     server: str | Sequence[str] | None, api_key: Any, journal: Any, **arguments: Any
 ) -> EngineSource | ServerSource:
-    """Source of an ingestion step: servers, or an engine that ``arguments`` load."""
+    """Create the source of an ingestion step: servers, or an engine loaded from ``arguments``."""
     arguments = {name: value for name, value in arguments.items() if value is not None}
     if server is None:
         if given := [n for n, v in (("api_key", api_key), ("journal", journal)) if v is not None]:
-            raise ValueError(f"{given[0]}= is for server=; pass the address of the server, too")
+            raise ValueError(f"{given[0]}= requires server=; pass the server's address, too")
         return EngineSource(**arguments)
     if arguments:
         raise ValueError(
-            f"A server has its own model, store and recipe: pass server= without "
+            "A server already has a model, store and recipe: pass server= without "
             f"{', '.join(arguments)}"
         )
     return ServerSource(server, api_key, journal)
@@ -64,18 +64,18 @@ def source_with(
 class EngineSource:
     """An existing engine, or the arguments for loading one.
 
-    Language models load it when they are created (``load``), ingestion steps on first use. Copies
-    of a component share one source, and therefore the weights.
+    Language models load the engine when they are created (``load``), ingestion steps on first use.
+    Copies of a component share the source, and therefore the weights.
 
     Args:
-        engine: An existing engine, instead of all other arguments.
+        engine: An existing engine. Excludes all other arguments.
         model_name: Name or path of a model, or a loaded transformers model.
-        tokenizer_name: A transformers tokenizer, or its name or path. Default: the tokenizer of
-            the model.
-        kv_store: A store, or a location that ``store.open_store`` accepts, such as a directory or
-            ``"s3://bucket/kv"``. Default: memory.
-        model_kwargs: Further arguments for loading the model, including ``tokenizer``.
-        recipe: How the model runs in block mode; see ``BlockAttentionEngine``.
+        tokenizer_name: A transformers tokenizer, or its name or path. Default: the model's
+            tokenizer.
+        kv_store: A store, or a location for ``store.open_store``, such as a directory or
+            ``"s3://bucket/kv"``. Default: in memory.
+        model_kwargs: Additional arguments for loading the model, including ``tokenizer``.
+        recipe: Recipe of block mode; see ``BlockAttentionEngine``.
     """
 
     def __init__(
@@ -91,15 +91,15 @@ class EngineSource:
     ) -> None:
         if engine is not None and recipe != AUTO:
             raise ValueError(
-                f"Found recipe={str(recipe)!r} and engine=, which has its own recipe. Create the "
-                "engine with the recipe: BlockAttentionEngine(model, store, recipe=...)."
+                f"Found both recipe={str(recipe)!r} and engine=, which already has a recipe. "
+                "Create the engine with the recipe: BlockAttentionEngine(model, store, recipe=...)."
             )
         if recipe != AUTO:
-            known_digests(recipe, None, "")  # This raises early if the recipe does not exist.
+            known_digests(recipe, None, "")  # Fails early if the recipe does not exist.
         if (engine is None) == (model_name is None):
             raise ValueError(
                 "Expected either engine= or a model: model_name= (or model= with tokenizer=); "
-                f"found {'none' if engine is None else 'both'}"
+                f"found {'neither' if engine is None else 'both'}"
             )
         is_name = isinstance(model_name, (str, Path, type(None)))
         self._engine = engine
@@ -108,13 +108,14 @@ class EngineSource:
         self._tokenizer = tokenizer_name if own is None else own
         if self._tokenizer is None and not is_name:
             raise ValueError(
-                "Found a loaded model without its tokenizer; pass model_kwargs={'tokenizer': ...}"
+                "A loaded model was passed without its tokenizer; pass model_kwargs={'tokenizer': "
+                "...}"
             )
         self._kv_store = kv_store if engine is None else engine.store
         self._recipe = str(recipe) if isinstance(recipe, Path) else recipe
         self._device_map = device_map
         self._model_kwargs = dict(model_kwargs or {})
-        if "torch_dtype" in self._model_kwargs:  # Transformers 4 uses this name for dtype.
+        if "torch_dtype" in self._model_kwargs:  # Transformers 4 calls dtype torch_dtype.
             self._model_kwargs["dtype"] = self._model_kwargs.pop("torch_dtype")
         self._lock = threading.RLock()
         self._hints = None if self._kv_store is None else ReuseHints()
@@ -122,7 +123,7 @@ class EngineSource:
 
     @property
     def live_parts(self) -> list[str]:
-        """Names of arguments that are live objects, which another process cannot load by name."""
+        """Names of arguments that are objects, which other processes cannot load by name."""
         live = {
             "engine": self._engine is not None and not self._model,
             "model": self._model is not None and not isinstance(self._model, str),
@@ -147,9 +148,9 @@ class EngineSource:
         }
 
     def asking_for(self, fields: dict[str, Any]) -> EngineSource:
-        """Copy of this source with these fields changed."""
+        """Return a copy of this source with changed fields."""
         changed = {**self.fields(), **fields}
-        if changed["recipe"] == str(self._recipe):  # This keeps a `Recipe` object.
+        if changed["recipe"] == str(self._recipe):  # Keep the `Recipe` object.
             changed["recipe"] = self._recipe
         return EngineSource(**changed)
 
@@ -160,14 +161,13 @@ class EngineSource:
 
     @property
     def lasting_store(self) -> str | None:
-        """Location of a store that other processes can open. None: the store is in memory."""
+        """Location of a store that other processes can open, or None if it is in memory."""
         place = _location(self._kv_store)
         return place if place and lasts(place) else None
 
     @property
     def storage(self) -> dict[str, Any]:
-        """Settings that determine where and how passages are encoded, for caches of ingestion
-        results."""
+        """Settings that determine how passages are encoded and stored, for ingestion caches."""
         engine = self.engine
         temporary = f"{type(engine.store).__name__} {id(engine.store)}"
         return {
@@ -180,16 +180,16 @@ class EngineSource:
     def encode(
         self, texts: Sequence[str], template: BlockTemplate, *, show_progress: bool
     ) -> EncodeStats:
-        """Encode passages that are not stored yet. Raises the errors of ``precompute``."""
+        """Encode passages that are not stored yet. Raises the same errors as ``precompute``."""
         blocks = [Block(text, template) for text in texts]
         return self.engine.precompute(blocks, show_progress=show_progress)
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Values that answers depend on in addition to a component's fields.
+        """Values that answers depend on, in addition to a component's fields.
 
-        For an existing engine: its model, recipe and KV dtype. Otherwise: the recipes that an
-        engine may find when it is loaded.
+        For an existing engine: its model, recipe and KV dtype. Otherwise: the recipes that the
+        engine may use once it is loaded.
         """
         if "engine" in self.live_parts:
             engine = self.engine
@@ -210,20 +210,21 @@ class EngineSource:
     def __reduce__(self) -> tuple[Any, ...]:
         if live := self.live_parts:
             raise pickle.PicklingError(
-                f"This was built from a live {' and '.join(live)}, which cannot be sent to another "
-                "process; pass the model by name, and the store as a directory or an address"
+                f"This was created from live objects ({' and '.join(live)}), which cannot be sent "
+                "to another process; pass the model by name, and the store as a directory or an "
+                "address"
             )
-        # Send the store itself, which may have a size limit.
+        # Send the store object, which may have a size limit.
         return partial(EngineSource, **{**self.fields(), "kv_store": self._kv_store}), ()
 
     def load(self) -> None:
-        """Load the model, so that the first question is as fast as others.
+        """Load the model, so that the first question is as fast as later ones.
 
-        An existing engine stays unchanged.
+        Has no effect on an existing engine.
         """
         if self._engine is None:
             model = self.engine.model
-            # Each property is measured on its first access, which takes as long as several answers.
+            # Each property is measured on first access, which takes as long as several answers.
             _ = (model.fingerprint, model.rules, model.graph_runner, model.has_causal_kernel)
 
     @property
@@ -245,8 +246,7 @@ class EngineSource:
         return {k: value for k, value in self._model_kwargs.items() if k != "tokenizer"}
 
     def noted(self, prompt: BlockPrompt) -> BlockPrompt:
-        """Return the prompt unchanged. If the prompt cannot reuse passages, log a hint
-        (``ReuseHints``)."""
+        """Return the prompt unchanged. If it cannot reuse passages, log a hint (``ReuseHints``)."""
         if self._hints is not None:
             self._hints.look_at(prompt)
         return prompt
@@ -262,8 +262,8 @@ class EngineSource:
         """Create a prompt from spans.
 
         Args:
-            recognize: Whether to also find passages of the store in text without markers, and in
-                system messages. The first such prompt loads the model.
+            recognize: Whether to also recognize stored passages in text without markers, and in
+                system messages. The first prompt with ``recognize`` loads the model.
         """
         if recognize:
             engine = self.engine
@@ -272,17 +272,17 @@ class EngineSource:
         return BlockPrompt.from_spans(spans, template)
 
     def string_spans(self, prompt: str, *, parse_special_tokens: bool) -> list[Span]:
-        """Split a prompt string into spans by origin.
+        """Split a prompt string into passages and other text.
 
         Args:
-            parse_special_tokens: Whether control tokens outside of passages are parsed.
+            parse_special_tokens: Whether to parse control tokens outside of passages.
         """
         if parse_special_tokens:
             if holds_orphans(prompt):
                 raise SegmentationError(
                     "Found a passage that a text splitter cut, in a prompt whose control tokens "
                     "are parsed: control tokens in the passage could end the turn. Keep passages "
-                    "whole with configure(llm) or block_query_engine, or use chat messages"
+                    "complete with configure(llm) or block_query_engine, or use chat messages"
                 )
             return content_spans(prompt, "prompt")
         spans = content_spans(prompt, "conversation")
@@ -294,8 +294,8 @@ class EngineSource:
             self._has_warned = True
             logger.warning(
                 "Found control tokens of the model in a prompt string. They are treated as text, "
-                "because passages and questions may contain them too. If your prompt template "
-                "writes them, pass parse_special_tokens=True (docs/security.md)"
+                "because they may come from passages or questions. If your prompt template "
+                "contains them, pass parse_special_tokens=True (docs/security.md)"
             )
         return spans
 

@@ -1,4 +1,4 @@
-"""One call to a model, for both frameworks: converts messages to a prompt, and answers in steps.
+"""Model calls for both frameworks: conversion of messages to a prompt, and answers in steps.
 
 Each adapter converts its messages to ``ChatTurn`` objects and builds responses from ``Step``
 objects.
@@ -23,7 +23,7 @@ from blockattn_rag.prompts.chat_template import Spans, check_template_kwargs
 
 
 class Model(Protocol):
-    """Attributes of a framework's model that a call needs."""
+    """Attributes of a framework's model that a call requires."""
 
     @property
     def source(self) -> EngineSource: ...
@@ -37,17 +37,16 @@ class Model(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ChatTurn:
-    """A chat message with the roles and fields of chat templates.
+    """Chat message with the roles and fields of chat templates.
 
     Args:
-        role: ``"system"``, ``"user"``, ``"assistant"``, ``"tool"``, or another role of the
-            template.
+        role: ``"system"``, ``"user"``, ``"assistant"``, ``"tool"``, or another role that the
+            template supports.
         text: Text of the message, with block markers around passages.
-        thoughts: Reasoning of an earlier answer. The template decides whether to show it again.
+        thoughts: Reasoning of an earlier answer. The template decides whether to include it.
         calls: Tool calls of an earlier answer.
-        result_of: Id of the tool call that this message is the result of. None: not a result.
-        tool: Name of the tool that returned the result. Default: the tool of the call
-            ``result_of``.
+        result_of: Id of the tool call whose result this message is, or None if it is not a result.
+        tool: Name of the tool that returned the result. Default: the tool called in ``result_of``.
     """
 
     role: str
@@ -59,13 +58,13 @@ class ChatTurn:
 
 
 def template_messages(turns: Iterable[ChatTurn]) -> list[dict[str, Any]]:
-    """Convert turns to the messages of chat templates: dicts with ``role`` and ``content``.
+    """Convert turns to chat-template messages: dicts with ``role`` and ``content``.
 
-    Reasoning is in ``reasoning_content``, and tool calls are in ``tool_calls``. Results have a
-    ``tool_call_id`` and the ``name`` of the tool.
+    ``reasoning_content`` contains the reasoning, and ``tool_calls`` the tool calls. Results have a
+    ``tool_call_id`` and the tool's ``name``.
     """
     messages: list[dict[str, Any]] = []
-    tools: dict[str, str] = {}  # Names of tools by call id.
+    tools: dict[str, str] = {}  # Tool names by call id.
     for turn in turns:
         message: dict[str, Any] = {"role": turn.role, "content": turn.text}
         if turn.thoughts:
@@ -90,7 +89,7 @@ def tools_of(model: Model, call: Mapping[str, Any]) -> ToolUse | None:
 
 
 def template_variables(model: Model, given: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the chat template's variables. The call's variables override ``generate_kwargs``."""
+    """Return the chat template's variables. Those of the call override ``generate_kwargs``."""
     defaults = model.generate_kwargs.get("chat_template_kwargs") or {}
     return check_template_kwargs(model.source.tokenizer.tokenizer, {**defaults, **(given or {})})
 
@@ -98,14 +97,14 @@ def template_variables(model: Model, given: Mapping[str, Any] | None) -> dict[st
 def chat_spans(
     model: Model, turns: Iterable[ChatTurn], tools: ToolUse | None, variables: Mapping[str, Any]
 ) -> Spans:
-    """Format a conversation with the model's chat template, as spans by origin."""
+    """Format a conversation with the model's chat template. Returns spans."""
     tokenizer = model.source.tokenizer.tokenizer
     return prompt_spans(tokenizer, template_messages(turns), tools, **variables)
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A complete answer, or the next chunk of a stream."""
+    """Complete answer, or the next chunk of a stream."""
 
     output: Generation | GenerationChunk
     thoughts: str
@@ -115,18 +114,18 @@ class Step:
 
     @property
     def generation(self) -> Generation | None:
-        """The complete generation if this is the last step, else None."""
+        """The complete generation in the last step, None before."""
         output = self.output
         return output if isinstance(output, Generation) else output.generation
 
 
 class Exchange:
-    """One call to a model. Splits the answer into reasoning, text and tool calls.
+    """Call to a model. Splits the answer into reasoning, text and tool calls.
 
     Args:
-        make_prompt: Function that returns the prompt. Async methods call it in another thread.
-        options: Options of the engine, including ``ToolUse.engine_options`` if there are tools.
-        parser: Parser of tool calls. None: no tool may be called.
+        make_prompt: Function that creates the prompt. Async methods call it in another thread.
+        options: Engine options, including ``ToolUse.engine_options`` if there are tools.
+        parser: Parser of tool calls. None: tool calls are not allowed.
     """
 
     def __init__(
@@ -142,7 +141,7 @@ class Exchange:
         self._parser = parser
 
     def prompt(self) -> BlockPrompt:
-        """Make the prompt. If it cannot reuse passages, log a hint."""
+        """Create the prompt. If it cannot reuse passages, log a hint."""
         prompt = self._make_prompt()
         at_once = has_no_thoughts(self.options)
         tokenizer = self._source.tokenizer.tokenizer
@@ -151,14 +150,14 @@ class Exchange:
         return self._source.noted(prompt)
 
     def answer(self, group: Group | None = None) -> Step:
-        """Generate the complete answer, with other calls of ``group`` in one batch."""
+        """Generate the complete answer, in one batch with the other calls of ``group``."""
         engine, prompt = self._source.engine, self.prompt()
         if group is None:
             return self._read(engine.generate(prompt, **self.options))
         return self._read(engine.submit(prompt, group=group, **self.options).result())
 
     async def aanswer(self, group: Group | None = None) -> Step:
-        """``answer`` for event loops: another thread loads the model and makes the prompt."""
+        """Async version of ``answer``. Another thread loads the model and creates the prompt."""
         engine = await self._source.loaded_engine()
         return self._read(await engine.agenerate(self.prompt, group=group, **self.options))
 

@@ -1,8 +1,8 @@
-"""Handles in the metadata of a vector store. Ingestion writes them, and ``gc`` reads them.
+"""Handles in vector-store metadata. Ingestion writes them, and ``gc`` reads them.
 
-A stored handle may be stale, because some vector stores keep old metadata when they replace a text
+Handles may be stale, because some vector stores keep old metadata when they replace a text
 (Chroma's ``upsert`` merges metadata). A passage may therefore also have a digest of its text and
-metadata (``DIGEST_KEY``). If the digest differs, the handle belongs to an earlier text.
+metadata (``DIGEST_KEY``). If the digest does not match, the handle belongs to an earlier text.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Any
 from blockattn_rag.prompts.blocks import handle_of
 
 HANDLE_KEY = "kv_handle"
-"""Metadata key of a passage's handle."""
+"""Metadata key for a passage's handle."""
 
 DIGEST_KEY = "kv_source"
-"""Metadata key of the digest of the values that the handle depends on; see ``digest_of``."""
+"""Metadata key for the digest of the values that the handle depends on; see ``digest_of``."""
 
 TEXT_VARIABLE = "page_content"
 
@@ -24,7 +24,7 @@ _PAGE = 1000
 
 
 def digest_of(inputs: Mapping[str, Any]) -> str:
-    """Digest of the names and values that a passage's text was formatted from.
+    """Compute a digest of the names and values that a passage was formatted from.
 
     Args:
         inputs: ``page_content`` and metadata values, by name.
@@ -35,9 +35,10 @@ def digest_of(inputs: Mapping[str, Any]) -> str:
 
 
 def live_handles(places: Iterable[Any]) -> set[str]:
-    """Collect the handles of passages in a vector store. ``gc`` must keep these passages.
+    """Collect the handles of all passages in a vector store, for ``gc``, which keeps these
+    passages.
 
-    Excludes stale handles: their digest does not match the passage's text and metadata.
+    Stale handles, whose digest does not match the passage's text and metadata, are excluded.
 
     Args:
         places: Chroma collections, LangChain documents, LlamaIndex nodes, or metadata mappings.
@@ -53,20 +54,20 @@ def live_handles(places: Iterable[Any]) -> set[str]:
 
 
 def handles_in(places: Iterable[Any]) -> Iterator[str]:
-    """Iterate over the handles of ``live_handles``. Handles may repeat."""
+    """Iterate over the handles of ``live_handles``, with duplicates."""
     for place in places:
         for metadata, text in _records(place):
             handle = metadata.get(HANDLE_KEY) if metadata else None
-            # Other programs also write metadata, so the value may not be a string.
+            # Other programs write metadata, too, so the value may not be a string.
             if isinstance(handle, str) and handle and _agrees(metadata, text):
                 yield handle
 
 
 def _records(place: Any) -> Iterable[tuple[Any, ...]]:
-    """Metadata and text of each passage. The text is None if it is not available."""
+    """Yield the metadata and text of each passage. The text is None if it is not available."""
     if isinstance(place, Mapping):
         return [(place, None)]
-    # This check must precede the check of ``metadata``, because collections also have metadata.
+    # Check this before ``metadata``, because collections also have metadata.
     if hasattr(place, "count") and hasattr(place, "get"):
         return records_of(place, "metadatas", "documents")
     if isinstance(metadata := getattr(place, "metadata", None), Mapping):
@@ -78,7 +79,7 @@ def _records(place: Any) -> Iterable[tuple[Any, ...]]:
 
 
 def records_of(collection: Any, *fields: str) -> Iterator[tuple[Any, ...]]:
-    """Read the given fields of all records in a Chroma collection, page by page."""
+    """Read fields of all records in a Chroma collection, page by page."""
     for offset in range(0, collection.count(), _PAGE):
         page = collection.get(limit=_PAGE, offset=offset, include=list(fields))
         yield from zip(*(page[name] for name in fields), strict=True)
@@ -88,8 +89,8 @@ def _agrees(metadata: Mapping[str, Any], text: str | None) -> bool:
     if (source := metadata.get(DIGEST_KEY)) is None:
         return True
     names = str(source).partition(":")[0].split(",")
-    if text is None and TEXT_VARIABLE in names:  # The digest cannot be checked without the text.
+    if text is None and TEXT_VARIABLE in names:  # The text is needed to check the digest.
         return True
     inputs = {TEXT_VARIABLE: text, **metadata}
-    # The digest includes the names, so it differs if a value is missing.
+    # The digest includes the names, so it does not match if a value is missing.
     return digest_of({name: inputs[name] for name in names if name in inputs}) == str(source)

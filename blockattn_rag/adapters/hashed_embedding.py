@@ -1,4 +1,4 @@
-"""Embeddings from hashed words, for demos and tests that download no model."""
+"""Embeddings from hashed words, for demos and tests without model downloads."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 @cache
 def _vectorizers(dimensions: int) -> tuple[HashingVectorizer, HashingVectorizer]:
-    """Vectorizers of words and of word pieces. Word pieces also match inflected words."""
-    from sklearn.feature_extraction.text import HashingVectorizer  # This import takes a second.
+    """Vectorizers for words and for character n-grams, which also match inflected words."""
+    from sklearn.feature_extraction.text import HashingVectorizer  # Slow to import.
 
     words = HashingVectorizer(n_features=dimensions, stop_words="english", norm="l2")
     pieces = HashingVectorizer(
@@ -25,13 +25,13 @@ def _vectorizers(dimensions: int) -> tuple[HashingVectorizer, HashingVectorizer]
 
 
 def hashed_vectors(texts: Sequence[str], dimensions: int) -> list[list[float]]:
-    """Counts of hashed words and word pieces, as unit vectors of ``dimensions`` numbers.
+    """Embed texts as unit vectors with the counts of hashed words and character n-grams.
 
-    The vectors are deterministic. Only texts that share words are similar.
+    The vectors are deterministic. Only texts with common words are similar.
     """
     words, pieces = (vectorizer.transform(texts) for vectorizer in _vectorizers(dimensions))
     vectors = (words + 0.5 * pieces).toarray()
-    # A text without words would have a zero vector, so all such texts share one unit vector.
+    # Texts without words would have a zero vector, so they all get the same unit vector.
     vectors[~vectors.any(axis=1), 0] = 1.0
     unit: list[list[float]] = (vectors / np.linalg.norm(vectors, axis=1, keepdims=True)).tolist()
     return unit

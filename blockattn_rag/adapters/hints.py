@@ -1,4 +1,4 @@
-"""Hints for pipelines that miss reuse. Each hint is logged once per model."""
+"""Hints for pipelines that cannot reuse passages. Each hint is logged once per model."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ logger = logging.getLogger("blockattn_rag")
 
 _UNMARKED_PROMPTS = 3
 _MOST_HEADS = 1000
-_LONG_PROMPT = 200  # Number of characters. A shorter prompt is assumed to have no passages.
-# Number of consecutive prompts, because an application may alternate between templates.
+_LONG_PROMPT = 200  # Characters. Shorter prompts are assumed to contain no passages.
+# Consecutive prompts, because applications may alternate between templates.
 _NEW_HEADS = 5
 
 
 class ReuseHints:
-    """Warns when the prompts of a model with a store cannot reuse passages.
+    """Logs warnings if the prompts of a model with a store cannot reuse passages.
 
-    Answers stay correct without markers, or with the question before the passages. Without a
-    warning, the lost reuse would go unnoticed.
+    Without markers, or with the question before the passages, answers are correct but passages are
+    not reused, which would otherwise go unnoticed.
     """
 
     def __init__(self) -> None:
@@ -39,9 +39,9 @@ class ReuseHints:
                     "None of the last %d prompts had a marked passage, so no stored passage can "
                     "be reused. LlamaIndex: put BlockKVPostprocessor() last in "
                     "node_postprocessors, call configure(llm) so that passages are not cut, and "
-                    "use BlockCitationQueryEngine for citations. "
-                    "LangChain: format documents with format_blocks or BlockDocumentPrompt. "
-                    "Or set recognize=True, which finds passages without markers",
+                    "use BlockCitationQueryEngine for citations. LangChain: format documents with "
+                    "format_blocks or BlockDocumentPrompt. Alternatively, set recognize=True to "
+                    "recognize passages without markers",
                     _UNMARKED_PROMPTS,
                 )
         if marked:
@@ -56,7 +56,7 @@ class ReuseHints:
             self._told_of_heads = True
             logger.warning(
                 "Text that changes with every question comes before the passages: it was "
-                "recomputed for each of the last %d prompts, and is never stored. Put the passages "
-                "before the question and the history in your prompt template",
+                "recomputed for each of the last %d prompts, and is never stored. In your prompt "
+                "template, put the passages before the question and the history",
                 _NEW_HEADS,
             )

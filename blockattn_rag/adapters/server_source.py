@@ -1,4 +1,4 @@
-"""Servers as the source of ingestion steps, instead of an engine in this process."""
+"""Source of ingestion steps that encodes on servers instead of in this process."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from blockattn_rag.prompts.formats import BLANK_LINE
 
 
 class ServerSource:
-    """Servers that encode passages into their store, with the methods of ``EngineSource``.
+    """Servers that encode passages into their store, with the interface of ``EngineSource``.
 
     Args:
-        server: Address of a server, or addresses of several servers with one store.
-        api_key: API key of the servers. It is neither part of ``fields`` nor pickled. Other
-            processes read it from the environment variable ``BLOCKATTN_RAG_API_KEY``.
+        server: Address of a server, or addresses of several servers that share a store.
+        api_key: API key of the servers. Neither included in ``fields`` nor pickled; other processes
+            read it from the environment variable ``BLOCKATTN_RAG_API_KEY``.
         journal: Folder of a journal (see ``ServerPool``).
 
     Raises:
@@ -32,7 +32,7 @@ class ServerSource:
         api_key: str | None = None,
         journal: str | Path | None = None,
     ) -> None:
-        from blockattn_rag.server import ServerClient, ServerPool  # These need the extra `serving`.
+        from blockattn_rag.server import ServerClient, ServerPool  # Requires the extra `serving`.
 
         clients = [ServerClient(url, api_key) for url in _addresses(server)]
         urls = [client.url for client in clients]
@@ -41,12 +41,12 @@ class ServerSource:
         self._journal = None if journal is None else str(journal)
 
     def fields(self) -> dict[str, Any]:
-        """Arguments that create an equal source, without the API key."""
+        """Constructor arguments of an equal source, without the API key."""
         return {"server": self._server, "journal": self._journal}
 
     @property
     def lasting_store(self) -> str:
-        """Addresses of the servers, separated by spaces. Other processes reach the store there."""
+        """Addresses of the servers, separated by spaces. Other processes use them as the store."""
         return " ".join(_addresses(self._server))
 
     @property
@@ -65,7 +65,8 @@ class ServerSource:
         """Encode passages that are not stored yet."""
         if template != BLANK_LINE:
             raise ValueError(
-                f"Found block_template={template}, but servers use {BLANK_LINE}; leave it out"
+                f"Unsupported block_template={template}: servers use {BLANK_LINE}; remove the "
+                "argument"
             )
         return self._pool.encode(texts, show_progress=show_progress)
 

@@ -1,1 +1,1 @@
-"""The command line and the pipeline behind it."""
+"""Command line, and the pipeline behind it."""

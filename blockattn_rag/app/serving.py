@@ -1,4 +1,4 @@
-"""Inputs of vLLM for serving a model: the model, a store, a recipe, and a dtype."""
+"""Inputs for serving a model with vLLM: model, store, recipe, and dtype."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ logger = logging.getLogger("blockattn_rag")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Served:
-    """A model, and the store of its keys and values."""
+    """Model to serve, and the store of its keys and values."""
 
     model: str
     store: str
@@ -48,8 +48,8 @@ class Served:
         manifest = require_manifest(path)
         if manifest.servers:
             raise DatabaseError(
-                f"{path} uses the server {manifest.servers[0]}, which has a model and a store of "
-                "its own; pass the MODEL and the --store to serve"
+                f"{path} uses the server {manifest.servers[0]}, which has its own model and store; "
+                "pass the MODEL and the --store to serve"
             )
         return cls(
             model=manifest.model,
@@ -63,14 +63,14 @@ class Served:
         )
 
     def options(self, hindrance: str | None = None) -> ServerOptions:
-        """Options that vLLM serves the model with.
+        """Create the options that vLLM serves the model with.
 
         Args:
-            hindrance: Option of vLLM that prevents recomputing. An automatic recipe then recomputes
-                no tokens, with a warning; vLLM's workers refuse other recipes.
+            hindrance: vLLM option that prevents recomputing. An automatic recipe then recomputes no
+                tokens, with a warning; vLLM's workers reject other recipes.
 
-        Checks that the model and its recipe can be served, without loading the weights. Their files
-        are hashed, unless that was done before.
+        Checks that the model and its recipe can be served, without loading the weights. Weight
+        files are hashed, unless this was done before.
 
         Raises:
             UnsupportedModelError: The model cannot be served in block mode.
@@ -90,7 +90,9 @@ class Served:
             stock=self.stock,
         )
         if recipe.recompute and hindrance and self.recipe == AUTO_SETTING:
-            logger.warning("No tokens are recomputed, because %s does not allow it", hindrance)
+            logger.warning(
+                "No tokens will be recomputed, because %s does not support it", hindrance
+            )
             recipe = replace(recipe, recompute=0.0)
         profile = profile_of(model, recipe)
         connector = {
@@ -98,7 +100,7 @@ class Served:
             "recipe": _name_of(recipe),
             "fingerprint": profile.fingerprint,
         }
-        if recipe.adapter is not None:  # An adapter needs a file.
+        if recipe.adapter is not None:  # An adapter requires a file.
             connector["recipe_digest"] = recipe.digest
         changed = {"namespace": self.namespace, "kv_dtype": self.kv_dtype}
         connector |= {name: value for name, value in changed.items() if value not in ("", "model")}
@@ -108,9 +110,8 @@ class Served:
         dtype = self.dtype
         if dtype in WEIGHTS:
             raise ValueError(
-                f"Found dtype={dtype!r}, which quantizes the weights in this process, but vLLM "
-                "loads them itself; serve a quantized checkpoint of the model instead, with a "
-                "separate database"
+                f"dtype={dtype!r} quantizes weights only in process, not in vLLM; serve a "
+                "quantized checkpoint of the model instead, with a separate database"
             )
         if dtype == AUTO_SETTING:
             config = load_config(self.model, revision=commit)
@@ -127,9 +128,9 @@ class ServerOptions:
 
     Args:
         source: Folder or hub id of the model.
-        dtype: Type in which vLLM computes.
+        dtype: Dtype that vLLM computes in.
         connector: Options of the connector, see ``server.config.ServingConfig``.
-        revision: Commit of the hub. None for a folder.
+        revision: Commit on the hub. None for a folder.
     """
 
     source: str
@@ -139,13 +140,13 @@ class ServerOptions:
 
 
 def _name_of(recipe: Recipe) -> str:
-    """Text form of a recipe, or a folder with the recipe. The folder is a copy in the user's cache,
+    """Return a recipe's text form, or a folder with it. The folder is a copy in the user's cache,
     so that replacing the recipe does not affect a server that is starting."""
     if recipe.adapter is None:
         return str(recipe)
     folder = state_folder() / "recipes" / recipe.digest[:32]
     if not (folder / RECIPE_FILE).is_file():
-        # Write the folder again even if a process died while writing it.
+        # Rewrite the folder even if it exists, because a process may have died while writing it.
         folder.parent.mkdir(parents=True, exist_ok=True)
         recipe.save(folder)
     return str(folder)

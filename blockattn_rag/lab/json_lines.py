@@ -1,8 +1,8 @@
-"""JSON Lines files, and checks of their records.
+"""Reading JSON Lines files, and validating their records.
 
 The argument ``where`` of a check is the record's path within its line, with a trailing dot:
-``passages[0].``. Lines are read as bytes, so that one invalid UTF-8 line does not prevent reading
-the other lines.
+``passages[0].``. Lines are read as bytes, so that a line with invalid UTF-8 does not affect the
+others.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _KINDS = {dict: "an object", list: "a list", str: "a string", bool: "true or fal
 def parsed_lines(
     path: str | Path, parse: Callable[[JsonRecord, int], T], *, may_be_empty: bool = False
 ) -> Iterator[tuple[int, T]]:
-    """Parse the records of a JSON-lines file, plain or gzip. Yields line numbers and results."""
+    """Parse the records of a plain or gzip JSON Lines file. Yields line numbers and results."""
     number = 0
     for number, line in numbered_lines(Path(path)):
         try:
@@ -35,21 +35,21 @@ def parsed_lines(
         except DataError as error:
             raise DataError(f"{path}, line {number}: {error}") from error
     if not number and not may_be_empty:
-        raise DataError(f"{path}: expected one JSON object a line, found no line")
+        raise DataError(f"{path} is empty: expected one JSON object per line")
 
 
 def require_file(path: Path) -> None:
     if not path.is_file():
-        raise DataError(f"Found no file {path}, expected a JSON Lines file")
+        raise DataError(f"No such file: {path}")
 
 
 def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Yield the non-blank lines with their line numbers, starting at 1."""
+    """Yield all non-blank lines with their line numbers, starting at 1."""
     require_file(path)
     with path.open("rb") as raw:
-        zipped = raw.read(2) == _GZIP  # The name of a gzip file may lack .gz.
+        zipped = raw.read(2) == _GZIP  # A gzip file may be named without .gz.
     if path.suffix == ".gz" and not zipped:
-        raise DataError(f"{path} is named .gz, but is not a gzip file; rename it to .jsonl")
+        raise DataError(f"{path} has the suffix .gz, but is not a gzip file; rename it to .jsonl")
     number = 0
     with gzip.open(path) if zipped else path.open("rb") as file:
         try:
@@ -64,16 +64,16 @@ def parse_line(line: bytes) -> object:
     try:
         return json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
-        raise DataError(f"Found bytes that are not UTF-8 (byte {error.start}); save the file as "
+        raise DataError(f"Invalid UTF-8 (byte {error.start}); save the file as "
                         "UTF-8") from error  # fmt: skip
     except RecursionError as error:
-        raise DataError("Found JSON nested too deeply, expected one object per line") from error
+        raise DataError("JSON is nested too deeply, expected one object per line") from error
     except ValueError as error:
-        raise DataError(f"Found no valid JSON ({error}), expected one object per line") from error
+        raise DataError(f"Invalid JSON ({error}), expected one object per line") from error
 
 
 def of_kind(value: object, kind: type[_Kind], name: str) -> _Kind:
-    """Return ``value``, or raise ``DataError`` unless it is a ``kind``: dict, list, str or bool."""
+    """Return ``value``, or raise DataError if it is not a ``kind``: dict, list, str or bool."""
     if not isinstance(value, kind):
         kind_name = "null" if value is None else _KINDS.get(type(value), "a number")
         raise DataError(f"Found {name} of {kind_name}, expected {_KINDS[kind]}")
@@ -82,7 +82,7 @@ def of_kind(value: object, kind: type[_Kind], name: str) -> _Kind:
 
 def value_of(record: JsonRecord, key: str, where: str = "") -> Any:
     if key not in record:
-        raise DataError(f"Found no '{where}{key}' among the keys {quoted_names(record)}")
+        raise DataError(f"Missing key '{where}{key}', found {quoted_names(record)}")
     return record[key]
 
 
@@ -91,7 +91,7 @@ def required_text(record: JsonRecord, key: str, where: str = "") -> str:
 
 
 def not_blank(value: object, name: str) -> str:
-    """Return ``value``, or raise ``DataError`` unless it is a non-blank string."""
+    """Return ``value``, or raise DataError if it is not a non-blank string."""
     text = of_kind(value, str, name)
     if not text.strip():
         raise DataError(f"Found an empty {name}, expected text")
@@ -99,7 +99,7 @@ def not_blank(value: object, name: str) -> str:
 
 
 def list_of(record: JsonRecord, key: str, *, may_be_empty: bool = False) -> Sequence[object]:
-    """Return the list of a required key. An empty list raises unless ``may_be_empty``."""
+    """Return the list under a required key. Raises DataError for an unexpected empty list."""
     items: list[object] = of_kind(value_of(record, key), list, f"'{key}'")
     if not items and not may_be_empty:
         raise DataError(f"Found an empty list '{key}'")

@@ -1,4 +1,4 @@
-"""Capacity planning: disk, memory and times of a collection, estimated from a model's config."""
+"""Capacity planning: disk, memory and times for a collection, estimated from a model's config."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _FIELDS = (
     "vocab_size",
 )
 _VALUES = {
-    "tiny": (2, 32, 4, 2, 8, 64, 512),  # This shape is small enough for tests.
+    "tiny": (2, 32, 4, 2, 8, 64, 512),  # For tests.
     "135m": (30, 576, 9, 3, 64, 1536, 49152),  # SmolLM2-135M
     "1b": (16, 2048, 32, 8, 64, 8192, 128256),  # Llama-3.2-1B
     "8b": (32, 4096, 32, 8, 128, 14336, 128256),  # Llama-3-8B
@@ -33,7 +33,7 @@ _VALUES = {
 SHAPES: Mapping[str, Mapping[str, Any]] = {
     shape: dict(zip(_FIELDS, values, strict=True)) for shape, values in _VALUES.items()
 }
-"""Values for ``LlamaConfig``, by name of the shape."""
+"""Values for ``LlamaConfig``, by shape name."""
 
 
 def shape_config(shape: str, **settings: Any) -> Any:
@@ -43,21 +43,22 @@ def shape_config(shape: str, **settings: Any) -> Any:
 def floating_type(name: str) -> torch.dtype:
     kind = getattr(torch, name, None)
     if not isinstance(kind, torch.dtype) or not kind.is_floating_point:
-        raise ValueError(f"Expected a floating-point type such as bfloat16, found {name!r}.")
+        raise ValueError(f"Expected a floating-point dtype such as bfloat16, found {name!r}.")
     return kind
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Capacities in bytes, and speeds, of a machine.
+    """Capacities and speeds of a machine.
 
     Args:
-        memory_bytes, disk_bytes: Room for blocks (and, on the CPU, for weights in memory).
-        gpu_bytes: Memory of the GPU. None: the model runs on the CPU.
+        memory_bytes, disk_bytes: Space for blocks (and, if the model runs on the CPU, for weights
+            in memory), in bytes.
+        gpu_bytes: GPU memory in bytes. None: the model runs on the CPU.
         operations_per_s: Floating-point operations per second.
-        device_bytes_per_s: Memory bandwidth of the device that runs the model.
-        transfer_bytes_per_s: Bandwidth from main memory to the GPU.
-        disk_bytes_per_s: Bandwidth of the disk.
+        device_bytes_per_s: Memory bandwidth of the device that the model runs on.
+        transfer_bytes_per_s: Host-to-device bandwidth.
+        disk_bytes_per_s: Disk bandwidth.
     """
 
     memory_bytes: int
@@ -69,13 +70,13 @@ class Machine:
     disk_bytes_per_s: float = 2e9
 
     def forward_s(self, operations: float, read_bytes: float) -> float:
-        """Seconds of a forward pass: the longer of computing, and of reading from the device."""
+        """Estimate the seconds of a forward pass: the longer of computation and memory reads."""
         return max(operations / self.operations_per_s, read_bytes / self.device_bytes_per_s)
 
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Bytes of a model's weights, and of a stored block, including scales of quantized values."""
+    """Bytes of a model's weights and of a stored block, including scales of quantized values."""
 
     weight_bytes: int
     bytes_per_token: int
@@ -87,7 +88,7 @@ class Footprint:
 
 @dataclass(frozen=True, slots=True)
 class CapacityTier:
-    """A place for blocks, the number of passages that fit, and the time to first token from it."""
+    """Storage tier for blocks: the number of passages that fit, and the time to first token."""
 
     name: str
     passages: int
@@ -99,12 +100,12 @@ class CapacityPlan:
     """Storage, ingestion and time to first token of a collection.
 
     Args:
-        passage_bytes, total_bytes: Bytes of a stored passage, and of the collection.
+        passage_bytes, total_bytes: Sizes of a stored passage and of the collection.
         ingest_s: Seconds to encode the collection.
-        full_ttft_s: Seconds of the full prefill that reuse saves.
-        break_even_bytes_per_s: Bandwidth of a store at which reuse is as fast as a full prefill.
-            None: reuse saves nothing even from memory.
-        tiers: Places for blocks, fastest first.
+        full_ttft_s: Time to first token of a full prefill, in seconds.
+        break_even_bytes_per_s: Store bandwidth at which reuse is as fast as a full prefill. None:
+            even reuse from memory is not faster.
+        tiers: Storage tiers for blocks, fastest first.
     """
 
     footprint: Footprint
@@ -117,15 +118,14 @@ class CapacityPlan:
 
 
 def footprint(config: Any, dtype: torch.dtype, kv_dtype: KVDtype = "model") -> Footprint:
-    """The footprint of a model with this config, without creating or loading weights.
+    """Compute the footprint of a model from its config, without creating or loading weights.
 
-    The model is built and run once on PyTorch's meta device, which computes only shapes, so the
-    figures hold for any architecture.
+    The model is built and run once on PyTorch's meta device, which computes only shapes, so this
+    works for any architecture.
     """
     factory: Any = AutoModelForCausalLM
     with torch.device("meta"):
-        # Count elements in this type, because some kernels support no other type on the meta
-        # device.
+        # Count elements in this dtype, because some kernels support no other on the meta device.
         model = factory.from_config(config, dtype=torch.bfloat16)
         cache = new_cache(config)
         model(torch.zeros(1, 1, dtype=torch.long), past_key_values=cache, use_cache=True)
@@ -134,34 +134,35 @@ def footprint(config: Any, dtype: torch.dtype, kv_dtype: KVDtype = "model") -> F
     layers = [layer for layer in every if getattr(layer, "keys", None) is not None]
     if not layers:
         raise UnsupportedModelError(
-            f"Found no layer with keys and values in a {config.model_type} model, expected at "
-            "least one layer with attention."
+            f"A {config.model_type} model has no layer with keys and values, expected at least one "
+            "attention layer."
         )
     states = sum(t.numel() for layer in layers for t in (layer.keys, layer.values))
     if check_kv_dtype(kv_dtype) == "model":
         return Footprint(weight_bytes, states * dtype.itemsize)
-    # Values have one scale per head and token; keys have one per head and channel in each block.
+    # Values have one scale per head and token. Keys have one per head and channel in each block.
     scale_bytes = torch.float32.itemsize
     token_bytes = states + scale_bytes * sum(layer.values.shape[1] for layer in layers)
     return Footprint(weight_bytes, token_bytes, scale_bytes * sum(x.keys.numel() for x in layers))
 
 
 def prefill_flops(config: Any, new_tokens: int, cached_tokens: int = 0) -> float:
-    """Floating-point operations of a causal prefill that yields one token's logits.
+    """Count the floating-point operations of a causal prefill with one token's logits.
 
-    Counts the matrix products of linear layers, attention and the output layer, with two operations
-    per multiply-add. Each token attends to the cached tokens and to the new tokens up to itself.
+    Includes the matrix products of linear layers, attention and the output layer, with two
+    operations per multiply-add. Each token attends to the cached tokens and to the new tokens up to
+    itself.
 
     Args:
         config: Config of a Llama-like transformers model (gated feed-forward layers). Only the
             active experts are counted.
-        new_tokens: Tokens to compute.
-        cached_tokens: Tokens whose keys and values are cached.
+        new_tokens: Number of tokens to prefill.
+        cached_tokens: Number of tokens whose keys and values are cached.
     """
     hidden, heads = config.hidden_size, config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or hidden // heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    # Projections of queries and outputs, and of keys and values.
+    # Projections: queries and outputs, then keys and values.
     attention = 2 * hidden * head_dim * (heads + kv_heads)
     weights = attention + 3 * hidden * _active_width(config)
     pairs = new_tokens * cached_tokens + new_tokens * (new_tokens + 1) / 2
@@ -193,14 +194,14 @@ def plan_capacity(
     model = footprint(config, dtype, kv_dtype)
     passage, context = model.block_bytes(passage_tokens), top_k * passage_tokens
     moved = read = top_k * passage
-    if kv_dtype != "model":  # Dequantized blocks are written and read again.
+    if kv_dtype != "model":  # Dequantized blocks are written and read once more.
         read += 2 * context * footprint(config, dtype).bytes_per_token
     full = machine.forward_s(prefill_flops(config, context + question_tokens), model.weight_bytes)
     operations = prefill_flops(config, question_tokens, context)
     ttft_s = machine.forward_s(operations, model.weight_bytes + read)
     tiers, room = [], machine.memory_bytes - model.weight_bytes
     if machine.gpu_bytes is not None:
-        # A tenth of the GPU's memory is for activations and the allocator.
+        # Reserve a tenth of the GPU memory for activations and the allocator.
         on_gpu = math.floor(0.9 * machine.gpu_bytes) - model.weight_bytes
         tiers.append(CapacityTier("gpu", max(0, on_gpu) // passage, ttft_s))
         room, ttft_s = machine.memory_bytes, ttft_s + moved / machine.transfer_bytes_per_s
@@ -211,7 +212,7 @@ def plan_capacity(
         footprint=model,
         passage_bytes=passage,
         total_bytes=passage * passages,
-        # In batches, reading the weights hardly counts.
+        # In batches, the time to read the weights is negligible.
         ingest_s=passages * prefill_flops(config, passage_tokens) / machine.operations_per_s,
         full_ttft_s=full,
         break_even_bytes_per_s=moved / (full - ttft_s) if full > ttft_s else None,
@@ -220,8 +221,8 @@ def plan_capacity(
 
 
 def measured_operations_per_s(dtype: torch.dtype, device: str) -> float:
-    """Operations per second of a matrix product on this machine. A forward pass is slower."""
-    size = 8192 if device == "cuda" else 1024  # The smaller size is too short to time on a GPU.
+    """Measure the operations per second of a matrix product. A forward pass is slower."""
+    size = 8192 if device == "cuda" else 1024  # Smaller products are too fast to time on a GPU.
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     best = math.inf
     for _ in range(6):

@@ -1,4 +1,4 @@
-"""The trainer of ``train`` and ``repair``: resuming, evaluation, history, progress."""
+"""Trainer for ``train`` and ``repair``: resuming, evaluation, history, and progress."""
 
 from __future__ import annotations
 
@@ -26,24 +26,23 @@ from blockattn_rag.errors import DivergedError
 logger = logging.getLogger("blockattn_rag")
 
 Loss = Callable[[Any, Mapping[str, Any]], tuple[Tensor, Tensor | int]]
-"""Function that returns a batch's sum of losses, and its number of summands."""
+"""Function that returns the sum of a batch's losses, and the number of summands."""
 
 _REMEDY = "start again with a lower learning rate or more warm-up steps"
 
 _ALL_WARM_UP = (
-    "The run has %d steps and the warm-up has %d: the learning rate of %g is not reached; "
-    "use fewer warm-up steps (warmup_steps), smaller batches (batch_size, --batch-size) or more "
-    "epochs"
+    "The run has %d steps, but the warm-up has %d: the learning rate of %g is never reached; use "
+    "fewer warm-up steps (warmup_steps), smaller batches (batch_size, --batch-size) or more epochs"
 )
 
 
 def training_arguments(folder: Path, *, batch_size: int, **settings: Any) -> TrainingArguments:
-    """Create the settings of the Trainer: settings that all runs share, and the given settings."""
+    """Create the Trainer's arguments from the settings that all runs share and ``settings``."""
     return TrainingArguments(
         output_dir=str(folder),
         per_device_train_batch_size=batch_size,
         per_device_eval_batch_size=batch_size,
-        logging_nan_inf_filter=False,  # A loss that is not finite must end the run.
+        logging_nan_inf_filter=False,  # A NaN or infinite loss must end the run.
         save_total_limit=2,
         remove_unused_columns=False,
         report_to=[],
@@ -52,13 +51,13 @@ def training_arguments(folder: Path, *, batch_size: int, **settings: Any) -> Tra
 
 
 class LabTrainer(Trainer):
-    """Trainer that resumes exactly, reports losses, and stops if a loss is not finite.
+    """Trainer that resumes exactly, reports losses, and stops if a loss becomes NaN or infinite.
 
     Args:
-        lengths: Number of tokens of each training item, for batches of similar length. Default:
-            batches in random order.
-        settings: Arguments of ``transformers.Trainer``. ``eval_dataset`` is one dataset, or a dict
-            of datasets by name. It is measured after the last step too.
+        lengths: Number of tokens of each training item, to group items of similar length in
+            batches. Default: batches in random order.
+        settings: Arguments of ``transformers.Trainer``. ``eval_dataset`` is a dataset or a dict of
+            datasets by name, and is also evaluated after the last step.
     """
 
     def __init__(
@@ -74,16 +73,17 @@ class LabTrainer(Trainer):
         watch = _Watch(on_progress, time_is_up, measures=bool(settings.get("eval_dataset")))
         super().__init__(callbacks=[watch], **settings)
         self._loss, self._lengths = loss, lengths
-        # The Trainer must not scale losses: compute_loss divides by the summands of the batch.
+        # The Trainer must not scale losses: compute_loss divides by the batch's number of summands.
         self.model_accepts_loss_kwargs = True
         if not show_progress:
             self.remove_callback(PrinterCallback)
 
     @property
     def history(self) -> list[dict[str, float]]:
-        """Losses in order, as dicts with ``step`` and ``loss`` (training) or ``eval_...``.
+        """Return all losses in order, as dicts with ``step`` and ``loss`` (training) or
+        ``eval_...``.
 
-        If a resumed run measured a step twice, only the later measurement is included.
+        If a resumed run evaluated a step twice, only the later result is included.
         """
         kept: dict[tuple[float, bool], dict[str, float]] = {}
         for entry in self.state.log_history:
@@ -93,7 +93,7 @@ class LabTrainer(Trainer):
         return list(kept.values())
 
     def train_from(self, checkpoint: Path | None) -> None:
-        """Train to the end, from ``checkpoint`` if given.
+        """Train to the end, starting from ``checkpoint`` if it is not None.
 
         A checkpoint of the last step is loaded without training, because ``Trainer.train`` would
         add another step.
@@ -110,20 +110,20 @@ class LabTrainer(Trainer):
         if not self.args.load_best_model_at_end:
             self._load_from_checkpoint(str(checkpoint))
             return
-        # The recorded path is relative to the working directory of the interrupted run.
+        # The recorded path is relative to the interrupted run's working directory.
         best = f"checkpoint-{self.state.best_global_step}"
         self.state.best_model_checkpoint = str(checkpoint.parent / best)
         self._load_best_model()
 
     def check_finite(self) -> None:
-        """Raise ``DivergedError`` if weights are not finite.
+        """Raise DivergedError if weights are NaN or infinite.
 
-        Called after training: no later loss would reveal weights that the last step damaged.
+        Called after training, because no later loss would reveal that the last step diverged.
         """
         model: Any = self.model
         finite = torch.tensor(all(bool(p.isfinite().all()) for p in model.parameters()))
         if not self.accelerator.gather(finite.to(self.args.device)).all():
-            raise DivergedError(f"Some of the trained weights are not finite; {_REMEDY}")
+            raise DivergedError(f"Some of the trained weights are NaN or infinite; {_REMEDY}")
 
     def compute_loss(
         self,
@@ -132,11 +132,11 @@ class LabTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        """Mean loss over the complete accumulated batch. Called by the Trainer."""
+        """Compute the mean loss over the accumulated batch. Called by the Trainer."""
         total, number = self._loss(model, inputs)
         if num_items_in_batch is None:  # Without labels, the Trainer averages over batches.
             return total / number
-        # Gradients are averaged over processes, and the summands are counted over them.
+        # Gradients are averaged over processes, but summands are counted over all of them.
         return total * self.accelerator.num_processes / num_items_in_batch
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int] | None:
@@ -146,7 +146,7 @@ class LabTrainer(Trainer):
         return LengthGroupedSampler(self._lengths, size * self.args.world_size, self.args.seed)
 
     def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
-        """Measure and log the mean losses on the evaluation data. Called by the Trainer.
+        """Compute and log the mean losses on the evaluation data. Called by the Trainer.
 
         Returns:
             ``eval_loss``, or ``eval_<name>_loss`` for each of several datasets.
@@ -178,14 +178,14 @@ class LabTrainer(Trainer):
 
 @dataclass(eq=False)
 class _Watch(TrainerCallback):
-    """Reports progress, warns if a run ends during warm-up, and stops on divergence or lateness."""
+    """Reports progress, warns if a run ends during warm-up, and stops on divergence or timeout."""
 
     on_progress: Callable[[int, int], None]
     time_is_up: Callable[[], bool]
     measures: bool
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        # The state of a resumed run still has the intervals of the interrupted run.
+        # A resumed run's state still has the interrupted run's intervals.
         state.compute_steps(args, state.max_steps)
         warm_up = args.get_warmup_steps(state.max_steps)
         has_warm_up = args.lr_scheduler_type != "constant" and state.is_world_process_zero
@@ -204,17 +204,17 @@ class _Watch(TrainerCallback):
         if is_late:
             control.should_training_stop = True
         if is_late or state.global_step >= state.max_steps:
-            # The Trainer itself logs only every `logging_steps`-th step.
+            # By default, the Trainer logs only every `logging_steps` steps.
             control.should_log = control.should_save = True
             control.should_evaluate = self.measures
 
 
 @dataclass(eq=False)
 class LengthGroupedSampler(Sampler[int]):
-    """Sampler of batches with similar lengths, in random order that is the same in every run.
+    """Sampler of batches of similar lengths, in a reproducible random order.
 
-    The order of transformers' own sampler depends on global random state, so a resumed run would
-    use another order.
+    The order of transformers' sampler depends on global random state, so it would differ in a
+    resumed run.
     """
 
     lengths: Sequence[int]
@@ -236,7 +236,7 @@ class LengthGroupedSampler(Sampler[int]):
         for start in range(0, len(order), pool):
             near = sorted(order[start : start + pool], key=lambda i: -self.lengths[i])
             groups += (near[i : i + size] for i in range(0, len(near), size))
-        # An incomplete group comes last. Otherwise, the groups after it would straddle batches.
+        # An incomplete group comes last. Otherwise, later groups would be split across batches.
         full = len(groups) - (len(groups[-1]) < size)
         shuffled = torch.randperm(full, generator=generator).tolist()
         for i in [*shuffled, *range(full, len(groups))]:

@@ -1,7 +1,7 @@
-"""The work folder of a run (``train`` or ``repair``), from which an interrupted run resumes.
+"""Work folder of a run (``train`` or ``repair``), from which an interrupted run resumes.
 
-``<output>.work`` contains ``run.json``, the settings that affect the result, and everything
-computed so far. It exists only during a run and after an interruption.
+``<output>.work`` contains ``run.json``, which has the settings that affect the result, and all
+intermediate results. It exists only during a run and after an interruption.
 """
 
 from __future__ import annotations
@@ -25,32 +25,32 @@ logger = logging.getLogger("blockattn_rag")
 RUN, CHECKPOINTS = "run.json", "checkpoints"
 _LOCK = "lock"
 _FIELDS = ({"model", "training data"}, {"model", "passages"})
-"""Settings that every ``run.json`` has: of ``train``, and of ``repair``."""
+"""Settings in every ``run.json``, for ``train`` and for ``repair``."""
 
 
 def work_of(output: str | Path) -> Path:
-    path = Path(output).resolve()  # The unresolved path "." has an empty name.
+    path = Path(output).resolve()  # Resolve first, because the path "." has an empty name.
     return path.with_name(f"{path.name}.work")
 
 
 def interrupted_run(work: Path) -> dict[str, Any] | None:
-    """Read the settings of the interrupted run in a work folder. None: there is no such run."""
+    """Read the settings of the interrupted run in a work folder. None if there is no such run."""
     if not os.path.lexists(work):
         return None
     if (work / RUN).is_file():
         settings = read_work_file(work / RUN)
         if not any(fields <= settings.keys() for fields in _FIELDS):
             raise FileExistsError(
-                f"{work} is not the work folder of a run (its {RUN} has other fields); move it away"
+                f"{work} is not a run's work folder (its {RUN} has other fields); move or delete it"
             )
         return settings
     if not work.is_dir() or {path.name for path in work.iterdir()} - {_LOCK}:
-        raise FileExistsError(f"{work} is not the work folder of a run (no {RUN}); move it away")
+        raise FileExistsError(f"{work} is not a run's work folder (no {RUN}); move or delete it")
     return None
 
 
 def check_resumable(work: Path, settings: Mapping[str, Any]) -> None:
-    """Check that no other run uses a work folder, and that an interrupted run had these
+    """Check that no other run uses a work folder, and that an interrupted run had the same
     settings."""
     if (work / _LOCK).is_file():
         with _held(work):
@@ -59,7 +59,7 @@ def check_resumable(work: Path, settings: Mapping[str, Any]) -> None:
 
 
 def _check_same(work: Path, settings: Mapping[str, Any]) -> bool:
-    """Whether an interrupted run exists. Raises ``DataError`` if the run had other settings."""
+    """Whether an interrupted run exists. Raises DataError if it had other settings."""
     before = interrupted_run(work)
     if before is None:
         return False
@@ -70,23 +70,22 @@ def _check_same(work: Path, settings: Mapping[str, Any]) -> bool:
     ]
     if changed:
         raise DataError(
-            f"{work} has an interrupted run with other settings: {', '.join(changed)}. Pass the "
-            "same inputs to resume it, or delete that folder to start again"
+            f"{work} contains an interrupted run with other settings: {', '.join(changed)}. Pass "
+            "the same inputs to resume it, or delete that folder to start again"
         )
     return True
 
 
 @contextmanager
 def _held(work: Path) -> Iterator[None]:
-    """Lock a work folder against other processes. The folder is created if it does not exist."""
+    """Lock a work folder, so that no other process uses it. Creates the folder if needed."""
     interrupted_run(work)
     work.mkdir(parents=True, exist_ok=True)
     try:
         lock = FileLock(work / _LOCK).acquire(blocking=False)
     except Timeout as error:
         raise DataError(
-            f"Another run is in progress and uses {work}: wait until it ends, or choose another "
-            "output"
+            f"Another run is using {work}: wait until it ends, or choose another output"
         ) from error
     with lock:
         yield
@@ -98,14 +97,14 @@ def work_folder(
     settings: Mapping[str, Any],
     is_worth_keeping: Callable[[BaseException], bool],
 ) -> Iterator[None]:
-    """Context of a run in its work folder, which is locked. An interrupted run is resumed.
+    """Context manager for a run in a locked work folder. An interrupted run is resumed.
 
     Args:
         settings: JSON values that affect the result.
-        is_worth_keeping: Function of an error that returns whether the failed run can be resumed.
-            If not, the folder is removed.
+        is_worth_keeping: Function that returns, for an error, whether the failed run can be
+            resumed. If not, the folder is deleted.
     """
-    # Lock before comparing the settings, so that a run in progress is reported as such.
+    # Lock before comparing the settings, so that a running process is reported as such.
     with _held(work):
         if not _check_same(work, settings):
             _clear(work)
@@ -115,8 +114,8 @@ def work_folder(
         except BaseException as error:
             if is_worth_keeping(error):
                 logger.warning(
-                    "Everything computed so far is in %s, where a run with the same inputs "
-                    "resumes. Delete the folder to start again.",
+                    "All intermediate results are in %s. Run again with the same inputs to "
+                    "resume, or delete the folder to start again.",
                     work,
                 )
             else:
@@ -125,7 +124,7 @@ def work_folder(
 
 
 def remove_work(work: Path) -> None:
-    """Delete a work folder, settings last, so that it is recognized after an interruption."""
+    """Delete a work folder, settings last, so that it is still recognized after an interruption."""
     _clear(work)
     shutil.rmtree(work, ignore_errors=True)
 
@@ -143,21 +142,22 @@ def read_work_file(path: Path) -> dict[str, Any]:
         return dict(json.loads(path.read_text(encoding="utf-8")))
     except (TypeError, ValueError) as error:
         raise DataError(
-            f"{path} is damaged ({error}); move {path.parent} away to start again"
+            f"{path} is damaged ({error}); move or delete {path.parent} to start again"
         ) from error
 
 
 def kept_json(path: Path, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Read the object in a JSON file. A missing file is created first."""
+    """Read the object in a JSON file. If the file does not exist, it is created first."""
     if not path.is_file():
         write_json(path, make())
     return read_work_file(path)
 
 
 def last_checkpoint(folder: Path) -> Path | None:
-    """Find the newest complete checkpoint in a folder. Incomplete checkpoints are deleted.
+    """Return the newest complete checkpoint in a folder. Deletes incomplete checkpoints.
 
-    The Trainer writes ``trainer_state.json`` last, so a checkpoint is complete if it is readable.
+    The Trainer writes ``trainer_state.json`` last, so a checkpoint is complete if this file is
+    readable.
     """
     checkpoints = sorted(folder.glob("checkpoint-*"), key=lambda p: -int(p.name.rpartition("-")[2]))
     for path in checkpoints:

@@ -1,6 +1,6 @@
 """LangChain adapter: a chat model, a document prompt and an ingestion step.
 
-Names are imported on first use::
+Names are imported lazily::
 
     from blockattn_rag.langchain import BlockDocumentPrompt, ChatBlockAttention
 

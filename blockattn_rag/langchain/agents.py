@@ -1,4 +1,4 @@
-"""Agents over cached passages: a retrieval tool, and retrieval before the first model call."""
+"""Agents with cached passages: a retrieval tool, and retrieval before the first model call."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from blockattn_rag.output.tool_calls import new_call_id
 from blockattn_rag.prompts.markers import strip_markers
 
 NOTHING_FOUND = "Nothing was found."
-"""Result of the tool if the retriever finds nothing."""
+"""Tool result if the retriever finds nothing."""
 
 _CONDENSE = (
     "Given the conversation below, rephrase the follow-up question as one question that can be "
@@ -28,17 +28,17 @@ _CONDENSE = (
     "{history}\n\nFollow-up question: {question}\nStandalone question:"
 )
 
-# LangGraph streams the tokens of all models in an agent, except models with this tag. A condensed
-# question is not part of the answer, so it must not be streamed.
+# LangGraph streams the tokens of all models in an agent, except models with this tag. Condensed
+# questions are not part of the answer, so they must not be streamed.
 _UNSEEN = RunnableConfig(tags=["nostream"])
 
 
 _RETRIEVAL = "blockattn_rag_retrieval"
-"""Key in ``additional_kwargs`` of the calls that ``RetrieveFirst`` added."""
+"""Key in ``additional_kwargs`` that identifies the calls added by ``RetrieveFirst``."""
 
 
 class _Query(BaseModel):
-    query: str = Field(description="What to look up, as a question or in key words.")
+    query: str = Field(description="What to look up, as a question or keywords.")
 
 
 def _check_runnable(source: Any, what: str, hint: str) -> None:
@@ -47,7 +47,7 @@ def _check_runnable(source: Any, what: str, hint: str) -> None:
 
 
 def _lookups(retriever: BaseRetriever, document_prompt: BasePromptTemplate[str] | None) -> Any:
-    """A sync and an async function that return marked passages and their documents for a query."""
+    """Create a sync and an async function that return marked passages and documents for a query."""
     _check_runnable(retriever, "a retriever", "a vector store's as_retriever()")
     prompt = as_block_prompt(document_prompt)
 
@@ -73,20 +73,20 @@ def block_retriever_tool(
 ) -> BaseTool:
     """Create a retrieval tool for agents and graphs whose model reuses passages.
 
-    Like LangChain's ``create_retriever_tool``, but its results have block markers around passages,
-    so passages stay blocks in later turns and in other prompts of a graph. The ``artifact`` of the
-    tool message contains the documents with their handles. Remove the markers for other models and
-    user interfaces (``without_markers``).
+    Like LangChain's ``create_retriever_tool``, but the results have block markers around passages,
+    so that passages stay blocks in later turns and in other prompts of a graph. The ``artifact`` of
+    the tool message contains the documents with their handles. Remove the markers for other models
+    and user interfaces (``without_markers``).
 
     Args:
         retriever: Retriever of the passages.
         name: Name of the tool.
-        description: Description of the tool for the model.
-        document_prompt: Prompt that formats one document. ``BlockKVTransformer`` must use the same
+        description: Description of the tool, for the model.
+        document_prompt: Prompt that formats a document. ``BlockKVTransformer`` must use the same
             prompt. Default: the document's ``page_content``.
 
     Raises:
-        TypeError: ``retriever`` is not a retriever, but for example a vector store.
+        TypeError: ``retriever`` is not a retriever (but, for example, a vector store).
     """
     look_up, alook_up = _lookups(retriever, document_prompt)
     return StructuredTool(
@@ -100,7 +100,7 @@ def block_retriever_tool(
 
 
 class RetrieveFirst(AgentMiddleware[Any, Any]):
-    """Agent middleware that retrieves passages for each question before the model is called.
+    """Agent middleware that retrieves passages for each question before calling the model.
 
     Use it for models that cannot call tools, such as small models, and for questions that always
     need passages: the first model call already produces the answer. The retrieval is added to the
@@ -109,9 +109,9 @@ class RetrieveFirst(AgentMiddleware[Any, Any]):
 
     Args:
         retriever: Retriever of the passages.
-        as_tool_call: Whether the prompt contains the retrieval as a tool call with its result. A
-            small model may imitate the call instead of answering. Default: the passages are at the
-            beginning of the user's message, without a call.
+        as_tool_call: Whether the prompt contains the retrieval as a tool call with its result.
+            Small models may imitate the call instead of answering. Default: the passages are
+            inserted at the start of the user's message, without a call.
         name: Name of the tool in the agent's messages.
         document_prompt: See ``block_retriever_tool``.
         condense: Chat model that rewrites follow-up questions as standalone questions. Default:
@@ -162,7 +162,7 @@ class RetrieveFirst(AgentMiddleware[Any, Any]):
         return self._messages(question, *await self._alook_up(question))
 
     def wrap_model_call(self, request: Any, handler: Callable[[Any], Any]) -> Any:
-        """Call the model with the retrievals in the form that ``as_tool_call`` selects."""
+        """Call the model with the retrievals in the format selected by ``as_tool_call``."""
         return handler(self._shown(request))
 
     async def awrap_model_call(self, request: Any, handler: Callable[[Any], Awaitable[Any]]) -> Any:
@@ -174,7 +174,7 @@ class RetrieveFirst(AgentMiddleware[Any, Any]):
         return request.override(messages=_with_passages(request.messages))
 
     def _condensing(self, messages: Sequence[BaseMessage], question: str) -> str | None:
-        """Prompt of the condensing model. None: the question is looked up unchanged."""
+        """Return the prompt for the condensing model, or None to look the question up unchanged."""
         said = [*map(_line, messages[:-1])]
         history = "\n".join(line for line in said if line)
         if self._condense is None or not history:
@@ -190,14 +190,14 @@ class RetrieveFirst(AgentMiddleware[Any, Any]):
 
 
 def _with_passages(messages: Sequence[BaseMessage]) -> list[BaseMessage]:
-    """Replace the calls of ``RetrieveFirst`` by passages in the preceding user message."""
+    """Replace the calls of ``RetrieveFirst`` with passages in the preceding user message."""
     shown: list[BaseMessage] = []
     calls: set[str | None] = set()
     for message in messages:
         if isinstance(message, AIMessage) and _RETRIEVAL in message.additional_kwargs:
             calls |= {call["id"] for call in message.tool_calls}
         elif isinstance(message, ToolMessage) and message.tool_call_id in calls:
-            # The question is missing, for example because another middleware has removed it.
+            # The question may be missing, for example because another middleware removed it.
             question = shown.pop() if shown and isinstance(shown[-1], HumanMessage) else None
             shown.append(_message_with(message.text, question))
         else:
@@ -206,7 +206,7 @@ def _with_passages(messages: Sequence[BaseMessage]) -> list[BaseMessage]:
 
 
 def _message_with(passages: str, question: BaseMessage | None) -> BaseMessage:
-    """The question after its passages, because the question must be in the final block."""
+    """Put the question after its passages, because it must be in the final block."""
     if question is None:
         return HumanMessage(passages)
     before, content = f"{passages}\n\n", question.content
@@ -216,7 +216,7 @@ def _message_with(passages: str, question: BaseMessage | None) -> BaseMessage:
 
 
 def _question(messages: Sequence[BaseMessage]) -> str | None:
-    """The question that the agent must answer. None: the last message is not a question."""
+    """Return the question that the agent must answer, or None if the last message is not one."""
     last = messages[-1] if messages else None
     text = last.text if isinstance(last, HumanMessage) else ""
     return text if text.strip() else None

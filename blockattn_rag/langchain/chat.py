@@ -42,28 +42,28 @@ Configs = RunnableConfig | list[RunnableConfig] | None
 
 
 class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
-    """A transformers chat model that answers from cached passages.
+    """Chat model that answers from cached passages with a transformers model.
 
-    Passages are marked by block markers (``BlockDocumentPrompt``, ``format_blocks``), or are text
-    parts with a ``kv_handle``. The model looks them up in the KV store by the digest of their text,
-    and computes them on a miss. The rest of the prompt is ordinary text. The constructor loads the
-    model, unless it runs behind a server. Unpickled copies load it on first use.
+    Passages are enclosed in block markers (``BlockDocumentPrompt``, ``format_blocks``), or are text
+    parts with a ``kv_handle``. They are looked up in the KV store by the digest of their text, and
+    encoded on a cache miss. The rest of the prompt is ordinary text. The constructor loads the
+    model, unless it runs on a server. Unpickled copies load it on first use.
 
-    For the arguments see ``SourceFields`` (model, store) and ``GenerationFields`` (answers). Calls
+    For the arguments, see ``SourceFields`` (model, store) and ``GenerationFields`` (answers). Calls
     accept ``stop``, ``max_tokens``, ``temperature``, ``top_p``, ``top_k``, ``seed``, ``mode``,
     ``recipe`` (for comparisons), ``chat_template_kwargs`` and the arguments of transformers'
-    ``generate``. Other arguments raise an error. For tools see ``bind_tools``.
+    ``generate``. Other arguments raise an error. For tools, see ``bind_tools``.
 
     ``chat_template_kwargs``, in a call or in ``generate_kwargs``, are variables of the chat
     template, such as ``enable_thinking``. The template inserts their values into the prompt as
     trusted text, so never take them from users.
 
-    If the chat template marks reasoning with ``<think>``, the reasoning is returned in
+    If the chat template marks reasoning with ``<think>``, it is returned in
     ``additional_kwargs["reasoning_content"]`` and as a ``reasoning`` block of ``content_blocks``.
 
     ``usage_metadata["input_token_details"]`` counts the prompt tokens that were read from the store
-    (``cache_read``) and the prompt tokens that were computed (``cache_creation``).
-    ``response_metadata["block_attention"]`` reports blocks, tokens and seconds.
+    (``cache_read``) or computed (``cache_creation``). ``response_metadata["block_attention"]``
+    contains counts of blocks and tokens, and timings.
 
     Raises:
         ContextOverflowError: Raised by calls if the prompt does not fit in the context window.
@@ -94,15 +94,15 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
     ) -> ChatBlockAttention:
         """Create a chat model with the arguments of ``from_model_id`` in langchain-huggingface.
 
-        ``kwargs`` are further constructor arguments.
+        ``kwargs`` are additional constructor arguments.
         """
         if task != "text-generation":
-            raise ValueError(f"Expected task 'text-generation', found {task!r}")
+            raise ValueError(f"Unsupported task {task!r}: expected 'text-generation'")
         if isinstance(device, int):
             device = "cpu" if device < 0 else f"cuda:{device}"
         options = dict(pipeline_kwargs or {})
         if options.pop("return_full_text", False):
-            raise ValueError("Unsupported return_full_text=True: answers exclude the prompt")
+            raise ValueError("Unsupported return_full_text=True: answers never include the prompt")
         named = ("max_new_tokens", "temperature", "stop")
         own = {} if device is None and device_map is None else {"device": device or device_map}
         arguments = {
@@ -135,16 +135,16 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
             tools: Functions, pydantic classes, OpenAI tool definitions, or LangChain tools.
             tool_choice: ``"auto"``: the model may call tools. ``"any"``, ``"required"`` or True:
                 the model must call a tool. A tool's name: the model must call this tool.
-                ``"none"``: the model must not call a tool. Required calls are enforced by a
-                grammar, which needs the extra ``structured``. Default: ``"auto"``.
-            parallel_tool_calls: False allows at most one call per answer.
+                ``"none"``: the model must not call tools. A grammar enforces required calls, which
+                needs the extra ``structured``. Default: ``"auto"``.
+            parallel_tool_calls: If False, an answer has at most one call.
             strict: Value of ``strict`` in the tool definitions.
-            kwargs: Further options of calls. With ``tool_calls="constrained"``, a grammar
-                constrains the answer to either text or valid calls from its first token on. It
-                needs the extra ``structured``.
+            kwargs: Additional call options. With ``tool_calls="constrained"``, a grammar constrains
+                the answer to either text or valid calls from the first token on. This needs the
+                extra ``structured``.
 
         Raises:
-            ValueError: The chat template supports no tools and no call is required, or
+            ValueError: The chat template does not support tools and no call is required, or
                 ``tool_choice`` or ``tool_calls`` is invalid.
         """
         definitions = [convert_to_openai_tool(tool, strict=strict) for tool in tools]
@@ -153,7 +153,7 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
             choice = {"type": "function", "function": {"name": choice}}
         bound = {"tool_choice": choice, "parallel_tool_calls": parallel_tool_calls}
         bound = {name: value for name, value in bound.items() if value is not None}
-        # This raises an error if an option is invalid.
+        # Raises an error if an option is invalid.
         tools_of(self, {**kwargs, "tools": definitions, **bound})
         return self.bind(tools=definitions, **bound, **kwargs)
 
@@ -166,21 +166,22 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
         strict: bool | None = None,
         **kwargs: Any,
     ) -> Runnable[LanguageModelInput, Any]:
-        """Return a model that answers with objects of a schema. A grammar enforces the schema.
+        """Return a model whose answers are objects that match a schema. A grammar enforces the
+        schema.
 
-        The prompt does not include the schema, except with ``"function_calling"``, so describe the
+        The prompt includes the schema only with ``"function_calling"``, so otherwise describe the
         fields in the prompt. Streams yield partial objects, or complete tool arguments.
 
         Args:
-            schema: A pydantic class, to return its objects, or a TypedDict, JSON schema or OpenAI
-                tool, to return dicts.
+            schema: A pydantic class, whose instances are returned, or a TypedDict, JSON schema or
+                OpenAI tool, for which dicts are returned.
             method: ``"json_schema"``: the answer is the object. ``"json_mode"``: the same, but the
-                schema is optional. ``"function_calling"``: the model must call a tool, whose
-                arguments are the object. If the chat template supports no tools, this is the same
-                as ``"json_schema"``.
+                schema is optional. ``"function_calling"``: the model must call a tool whose
+                arguments are the object; same as ``"json_schema"`` if the chat template does not
+                support tools.
             include_raw: Whether to return ``{"raw": message, "parsed": object, "parsing_error":
                 error}``.
-            strict: Value of ``strict`` in requests to a server. Answers always follow the schema.
+            strict: Value of ``strict`` in requests to a server. Answers always match the schema.
             kwargs: Ignored.
 
         Raises:
@@ -211,13 +212,13 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
         Args:
             messages: Messages of a conversation.
             tools: See ``bind_tools``.
-            chat_template_kwargs: Variables of the chat template, in addition to the variables in
+            chat_template_kwargs: Variables of the chat template, in addition to those in
                 ``generate_kwargs``.
 
         Raises:
             ValueError: The model has no chat template, the template ignores one of
-                ``chat_template_kwargs`` or supports no tools, or a message has content that is not
-                text.
+                ``chat_template_kwargs`` or does not support tools, or a message has non-text
+                content.
         """
         definitions = [convert_to_openai_tool(tool) for tool in tools or ()]
         tools_in_use = tools_of(self, {"tools": definitions})
@@ -232,7 +233,7 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
         if not has_chat_template(self.source.tokenizer.tokenizer):
             raise ValueError(
                 f"The tokenizer of {self.model_name} has no chat template: set its chat_template. "
-                "For a base model, a template that joins the contents of the messages is enough"
+                "For a base model, a template that joins the messages' contents is enough"
             )
         variables = template_variables(self, chat_template_kwargs)
         spans = chat_spans(self, chat_turns(messages), tools, variables)
@@ -275,7 +276,7 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
         return chat_result(await exchange.aanswer(self._group_of(exchange)), self.model_name)
 
     def _group_of(self, exchange: Exchange) -> Group | None:
-        """The batch that the call belongs to, if any."""
+        """Return the batch that the call belongs to, if any."""
         return Group.of_this_call((self.source, exchange.options))
 
     def _exchange(self, given: Any, stop: list[str] | None, call: dict[str, Any]) -> Exchange:
@@ -299,11 +300,11 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
         return_exceptions: bool = False,
         **kwargs: Any,
     ) -> list[AIMessage]:
-        """Answer several inputs. Concurrent inputs share each forward pass of the model.
+        """Answer several inputs. Concurrent inputs share the model's forward passes.
 
-        Every input keeps its own config, callbacks, cache lookup and error. ``max_concurrency`` in
+        Each input has a separate config, callbacks, cache lookup and error. ``max_concurrency`` in
         the config limits the batch size (default: 16). Inputs with a ``seed`` are answered one by
-        one, so that the answers equal those of single calls.
+        one, so that the answers are identical to those of single calls.
         """
         at_once = _at_once(inputs, config)
         batch = super().batch
@@ -319,7 +320,7 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
             try:
                 return list(executor.map(answer, inputs, configs))
             except BaseException:
-                group.dissolve()  # The remaining calls of the batch will not start.
+                group.dissolve()  # The batch's remaining calls will not start.
                 raise
 
     async def abatch(
@@ -330,7 +331,7 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
         return_exceptions: bool = False,
         **kwargs: Any,
     ) -> list[AIMessage]:
-        """Async version of ``batch``. The batch ends early if all of its calls are canceled."""
+        """Async version of ``batch``. Stops early if all of its calls are canceled."""
         at_once = _at_once(inputs, config)
         abatch = super().abatch
         if (group := self._group(len(inputs), at_once, kwargs)) is None:
@@ -346,7 +347,7 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
         return await gather_with_concurrency(at_once, *answers)
 
     def _group(self, calls: int, at_once: int, call: dict[str, Any]) -> Group | None:
-        """The group for concurrent calls. None: the calls are answered one by one."""
+        """Create the group for concurrent calls, or return None if they are answered one by one."""
         own = {name: value for name, value in call.items() if name != "stop"}
         options = self.engine_options(call.get("stop"), own)
         if at_once < 2 or options.get("seed") is not None:
@@ -361,10 +362,10 @@ def _at_once(inputs: list[LanguageModelInput], config: Configs) -> int:
 
 
 class SourceProfile(UserDict[str, Any]):
-    """Profile of a model, read on first use.
+    """Model profile that is read on first use.
 
     It is lazy because LangChain sets the profile before the model is loaded, and because no request
-    is sent to a server before the first call.
+    must be sent to a server before the first call.
     """
 
     def __init__(self, source: EngineSource) -> None:
@@ -394,4 +395,4 @@ class SourceProfile(UserDict[str, Any]):
         )
 
     def __bool__(self) -> bool:
-        return True  # Without this method, bool() would call len(), which loads the model.
+        return True  # Otherwise, bool() would call len(), which loads the model.

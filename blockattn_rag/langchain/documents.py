@@ -1,4 +1,4 @@
-"""Documents as blocks: canonical text, handle, prompt with markers, and the retrieval step."""
+"""Documents as blocks: canonical text, handle, prompt with markers, and retrieval step."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class BlockDocumentPrompt(StringPromptTemplate):
     """Document prompt that puts each formatted document between block markers.
 
     Pass it as ``document_prompt=`` to ``create_stuff_documents_chain`` or
-    ``create_retriever_tool``. Retrieved documents are not changed.
+    ``create_retriever_tool``. Retrieved documents are not modified.
 
     Args:
-        document_prompt: Prompt that formats one document. Surrounding white space is removed.
+        document_prompt: Prompt that formats a document. Surrounding white space is removed.
             Default: the document's ``page_content``.
 
     Example::
@@ -61,7 +61,7 @@ class BlockDocumentPrompt(StringPromptTemplate):
 
     @classmethod
     def is_lc_serializable(cls) -> bool:
-        """Return False, because LangChain's ``load`` supports only its own classes."""
+        """Return False, because LangChain's ``load`` supports only LangChain's classes."""
         return False
 
     @property
@@ -69,7 +69,7 @@ class BlockDocumentPrompt(StringPromptTemplate):
         return "block-document"
 
     def format(self, **kwargs: Any) -> str:
-        """The formatted document between block markers, or an empty string if it has no text."""
+        """Format a document between block markers. Returns an empty string if it has no text."""
         return wrap(self.document_prompt.format(**self._merge_partial_and_user_variables(**kwargs)))
 
     def canonical_text(self, document: Document) -> str:
@@ -87,7 +87,7 @@ class BlockDocumentPrompt(StringPromptTemplate):
 
 
 def as_block_prompt(document_prompt: BasePromptTemplate[str] | None) -> BlockDocumentPrompt:
-    """Convert a document prompt to a ``BlockDocumentPrompt``. None: the default prompt."""
+    """Convert a document prompt, or None for the default, to a ``BlockDocumentPrompt``."""
     if isinstance(document_prompt, BlockDocumentPrompt):
         return document_prompt
     if document_prompt is None:
@@ -105,7 +105,7 @@ def format_blocks(
     """Format documents as one string of marked passages: ``retriever | format_blocks``.
 
     Args:
-        documents: Documents in the order of the prompt. Empty documents are left out.
+        documents: Documents in prompt order. Empty documents are omitted.
         document_prompt: Prompt that formats one document. Default: the document's
             ``page_content``.
     """
@@ -115,13 +115,13 @@ def format_blocks(
 
 
 class BlockKVCompressor(BaseDocumentCompressor):
-    """Gives each retrieved document the handle of its current text.
+    """Sets the handle of each retrieved document to that of its current text.
 
-    For ``ContextualCompressionRetriever``. Returns all documents, with their full text. Stale
-    handles are replaced and logged. Answers are correct either way, but a stale handle has one of
-    two causes. If the text was replaced in the vector store without ingestion, ``store gc`` uses
-    wrong handles. If an earlier step shortens documents, their text differs for every question, so
-    their KV is never reused.
+    Use it in ``ContextualCompressionRetriever``. Returns all documents, with their full text. Stale
+    handles are replaced and logged. Answers are correct either way, but stale handles indicate one
+    of two problems. If the text was replaced in the vector store without ingestion, ``store gc``
+    uses wrong handles. If an earlier step shortens documents, their text differs for every
+    question, so they are never reused.
 
     Args:
         document_prompt: Prompt that formats one document. The chain must use the same prompt.
@@ -144,10 +144,10 @@ class BlockKVCompressor(BaseDocumentCompressor):
         )
         if stale:
             logger.warning(
-                "The text of %d of %d retrieved documents differs from the ingested text, "
-                "so their KV is recomputed. If a previous step shortens or rewrites documents, use "
-                "a filter or reranker that keeps them whole. Otherwise, their text was replaced in "
-                "the vector store: pass changed documents through BlockKVTransformer before "
+                "The text of %d of %d retrieved documents differs from the ingested text, so they "
+                "are encoded again. If a previous step shortens or rewrites documents, use a "
+                "filter or reranker that keeps them unchanged. Otherwise, their text was replaced "
+                "in the vector store: pass changed documents through BlockKVTransformer before "
                 "storing them.",
                 stale, len(documents),
             )  # fmt: skip

@@ -1,7 +1,7 @@
 """Pydantic fields of components with an engine, and of language models.
 
-LangChain copies, configures and pickles components by their fields, so the engine source is also a
-field.
+LangChain copies, configures and pickles components through their fields, so the engine source is
+also a field.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ class SourceFields(BaseModel):
 
     Args:
         model_name (or model): Path, hub id, ``"bundled"``, or a loaded transformers model.
-        engine: An existing engine, instead of the arguments for loading one.
+        engine: An existing engine. Replaces the arguments for loading one.
         kv_store: KV store: a directory, an address such as ``"s3://bucket/kv"`` (see
-            ``store.open_store``), or a store object. Default: 1 GiB of memory.
-        recipe: How a model that is not block-fine-tuned runs in block mode: ``"auto"``, ``"none"``,
-            or the folder of a recipe, which ``blockattn-rag repair`` writes. ``"auto"`` uses the
-            best known recipe, such as the recipe next to the store. Default: ``"auto"``.
+            ``store.open_store``), or a store object. Default: 1 GiB in memory.
+        recipe: Recipe of block mode, for models that are not block-fine-tuned: ``"auto"``,
+            ``"none"``, or a folder written by ``blockattn-rag repair``. ``"auto"`` uses the best
+            known recipe, such as the one next to the store. Default: ``"auto"``.
         model_kwargs: Arguments for loading the model, such as ``dtype``, ``device`` or
             ``tokenizer`` (an object, name or path).
         block_template: Text around each passage. Ingestion and answers must use the same template.
-            The LlamaIndex adapter has the same default, so both adapters share stored passages.
+            The LlamaIndex adapter has the same default, so both adapters can share stored passages.
 
     Raises:
-        ValueError: No model is given, or several models are given.
+        ValueError: No model was passed, or several were.
         TypeError: An argument is unknown.
     """
 
@@ -61,7 +61,7 @@ class SourceFields(BaseModel):
     )
 
     apart: ClassVar[tuple[str, ...]] = ("engine",)
-    """Arguments that are not fields."""
+    """Constructor arguments that are not fields."""
 
     model_name: str | None = Field(default=None, alias="model")
     kv_store: str | None = None
@@ -69,7 +69,7 @@ class SourceFields(BaseModel):
     block_template: BlockTemplate = BLANK_LINE
     recipe: str = "auto"
     source: EngineSource | ServerSource = Field(exclude=True, repr=False)
-    """Source of the model. Copies of a component share it, and therefore the weights."""
+    """Source of the model. Copies of a component share it, and thereby the weights."""
 
     @model_validator(mode="before")
     @classmethod
@@ -86,29 +86,30 @@ class SourceFields(BaseModel):
     def _source_of(
         cls, fields: dict[str, Any], arguments: dict[str, Any]
     ) -> EngineSource | ServerSource:
-        """Object that loads the model or asks a server, from a constructor's arguments."""
+        """Create the source of the model from a constructor's arguments."""
 
 
 class GenerationFields(SourceFields):
-    """Fields of a language model in this process: default options of all calls.
+    """Fields of an in-process language model: the default options of all calls.
 
-    A call's own options override them. LangChain's standard arguments ``timeout`` and
-    ``max_retries`` are accepted, and have no effect in this process.
+    Options of a call override them. LangChain's standard arguments ``timeout`` and ``max_retries``
+    are accepted, but have no effect in this process.
 
     Args:
         max_tokens (or max_new_tokens): Maximum number of tokens in an answer.
         temperature: Sampling temperature. None or 0: greedy decoding.
-        stop (or stop_sequences): Strings that end the answer. The answer excludes them.
-        streaming: Whether ``invoke`` streams internally, so that callbacks receive tokens early.
-        recognize: Whether to also find ingested passages in text without markers. Prompts then need
-            no ``format_blocks``. ``"system"``: also in system messages.
-        generate_kwargs: Further options of every call, such as ``top_p``, ``top_k`` and ``seed``,
+        stop (or stop_sequences): Strings that end the answer. They are not included in it.
+        streaming: Whether ``invoke`` streams internally, so that callbacks receive tokens as they
+            are generated.
+        recognize: Whether to also recognize ingested passages in text without markers, so that
+            prompts do not need ``format_blocks``. ``"system"``: also in system messages.
+        generate_kwargs: Additional options of all calls, such as ``top_p``, ``top_k`` and ``seed``,
             the arguments of transformers' ``generate``, and ``mode``: ``"block"`` reuses passages
-            (default); ``"full"`` is ordinary attention over the same tokens.
+            (default); ``"full"`` uses ordinary attention over the same tokens.
     """
 
     prompt_options: ClassVar[tuple[str, ...]] = ()
-    """Options of a call that affect the prompt. The engine receives all other options."""
+    """Call options that affect the prompt. All other options go to the engine."""
 
     apart: ClassVar[tuple[str, ...]] = ("engine", *_OF_CLIENTS)
 
@@ -126,7 +127,7 @@ class GenerationFields(SourceFields):
             fields.pop(name, None)
         given = {name: value for name, value in arguments.items() if value is not None}
         source: EngineSource = fields.pop("source", None) or EngineSource(**given)
-        # The method configurable_fields passes the old source with fields that may have changed.
+        # `configurable_fields` passes the old source with fields that may have changed.
         known = source.fields()
         if any(known.get(name) != value for name, value in given.items() if name in known):
             return source.asking_for(given)
@@ -144,14 +145,14 @@ class GenerationFields(SourceFields):
 
     @property
     def _identifying_params(self) -> dict[str, Any]:
-        """Identity of this model in traces and answer caches, as plain values."""
+        """Values that identify this model in traces and answer caches."""
         names = [n for n in GenerationFields.model_fields if n not in ("source", "block_template")]
         template = {"before": self.block_template.before, "after": self.block_template.after}
         known = {**{name: getattr(self, name) for name in names}, "block_template": template}
         return {**known, "engine": self.source.identity}
 
     def engine_options(self, stop: list[str] | None, call: dict[str, Any]) -> dict[str, Any]:
-        """Engine options of one call. The call's options override the fields."""
+        """Return the engine options of a call. The call's options override the fields."""
         options = {
             "temperature": self.temperature,
             "max_new_tokens": self.max_tokens,
@@ -159,7 +160,7 @@ class GenerationFields(SourceFields):
             **call,
         }
         for name in ("stream", "ls_structured_output_format"):
-            # LangChain itself uses these options.
+            # These options are for LangChain.
             options.pop(name, None)
         if "max_tokens" in options:
             options["max_new_tokens"] = options.pop("max_tokens")
@@ -207,10 +208,10 @@ class GenerationFields(SourceFields):
                 yield chunk
 
     def with_fallbacks(self, fallbacks: Sequence[Runnable[Any, Any]], **kwargs: Any) -> Any:
-        """Like ``Runnable.with_fallbacks``, but models of other packages get no block markers.
+        """Like ``Runnable.with_fallbacks``, but removes block markers for models of other packages.
 
-        Call it on the model itself. ``bind``, ``with_config`` and ``with_retry`` return LangChain's
-        own runnables, whose ``with_fallbacks`` keeps the markers.
+        Call it on the model itself: ``bind``, ``with_config`` and ``with_retry`` return LangChain
+        runnables, whose ``with_fallbacks`` keeps the markers.
         """
         cleaned = [
             other if _is_own(other) else RunnableLambda(without_markers) | other

@@ -1,4 +1,4 @@
-"""Ingestion of documents: an encoding step, and embeddings without a download."""
+"""Ingestion of documents: an encoding step, and download-free embeddings."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ class BlockKVTransformer(SourceFields, BaseDocumentTransformer):
     Put it after the splitter and before the vector store. Blocks that are already stored are
     skipped. Each batch is stored as soon as it is encoded, so an interrupted run continues where it
     stopped. Returned documents are copies with ``metadata["kv_handle"]`` and
-    ``metadata["kv_source"]``, unless they have no text.
+    ``metadata["kv_source"]`` if they have text.
 
     Args:
         model, engine, kv_store, block_template, recipe, ...: See ``SourceFields``.
-        llm: Chat model, with or without bound options, whose model, store, template and recipe are
-            shared, instead of the above.
+        llm: Chat model, with or without bound options, whose model, store, template and recipe to
+            use. Replaces the above.
         server: Address of a server that encodes the documents into its own store, such as
-            ``"http://gpu:8000"``, or a list of servers with one store, instead of the above.
+            ``"http://gpu:8000"``, or a list of servers that share a store. Replaces the above.
         journal: Folder that records which server stored which passage; recorded passages are
             skipped (see ``ServerPool``). Only with ``server``.
-        api_key: API key of the server. It is not a field, so it is neither shown nor pickled.
-            Default: ``BLOCKATTN_RAG_API_KEY`` of the environment.
+        api_key: API key of the server. It is not a field, so it is neither printed nor pickled.
+            Default: the environment variable ``BLOCKATTN_RAG_API_KEY``.
         document_prompt: Prompt that formats one document. The chain must use the same prompt.
             Default: the document's ``page_content``.
         show_progress: Whether to show a progress bar.
@@ -72,7 +72,7 @@ class BlockKVTransformer(SourceFields, BaseDocumentTransformer):
 
     @property
     def stats(self) -> EncodeStats | None:
-        """Statistics of the last call. None: no call yet."""
+        """Statistics of the last call, or None before the first call."""
         return self._stats
 
     def transform_documents(self, documents: Sequence[Document], **kwargs: Any) -> list[Document]:
@@ -87,10 +87,10 @@ class BlockKVTransformer(SourceFields, BaseDocumentTransformer):
 
 
 class HashingEmbeddings(Embeddings):
-    """Embeddings from counts of hashed words and word pieces, as unit vectors.
+    """Embedding model that counts hashed words and character n-grams, as unit vectors.
 
-    The embeddings are deterministic and need no download, but match only passages that share words
-    with the question. Use an embedding model in production.
+    Deterministic, and needs no download, but matches only passages that share words with the
+    question. Use a real embedding model in production.
 
     Args:
         dimensions: Length of the vectors.

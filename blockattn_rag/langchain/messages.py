@@ -41,15 +41,15 @@ _ROLES: dict[type[BaseMessage], str] = {
     FunctionMessage: "tool",
 }
 
-# Content parts of assistant messages that are skipped, because a field of the message contains the
-# same content, or because chat templates do not render them.
+# Content parts of assistant messages to skip, because a field of the message contains the same
+# content, or because chat templates do not render them.
 _UNSEEN_PARTS = (
     *("reasoning", "thinking", "tool_call", "tool_call_chunk", "tool_use"),
     "invalid_tool_call",
 )
 
-# LangChain's standard content, version 1, numbers the texts of a stream from 0 and merges parts
-# with the same number. Tool calls start at this number to stay separate.
+# LangChain's standard content, version 1, numbers the text parts of a stream from 0 and merges
+# parts with the same number. Tool calls start at this number to stay separate.
 _FIRST_CALL_OF_V1 = 1 << 20
 
 
@@ -73,7 +73,7 @@ def _role_of(message: BaseMessage) -> str:
     for kind, role in _ROLES.items():
         if isinstance(message, kind):
             return role
-    raise ValueError(f"Found a {type(message).__name__}; chat templates have no role for it")
+    raise ValueError(f"Chat templates have no role for a {type(message).__name__}")
 
 
 def _text_of(message: BaseMessage) -> str:
@@ -84,20 +84,20 @@ def _text_of(message: BaseMessage) -> str:
     else:
         text = "".join(_text_of_part(part, message) for part in message.content)
     invalid = message.invalid_tool_calls if isinstance(message, AIMessage) else []
-    # Invalid calls are included so that the model can correct them.
+    # Include invalid calls, so that the model can correct them.
     return "\n".join(part for part in (text, *(str(call["args"]) for call in invalid)) if part)
 
 
 def _marked(content: str, artifact: Any) -> str:
-    """Add block markers to the passages in the result of a retrieval tool.
+    """Add block markers to the passages in a retrieval tool's result.
 
-    The artifact of the message has the documents (``response_format="content_and_artifact"``).
+    The message's artifact contains the documents (``response_format="content_and_artifact"``).
     """
     documents = artifact if isinstance(artifact, (list, tuple)) else ()
     marked, position = "", 0
     for document in documents:
         text = document.page_content.strip() if isinstance(document, Document) else ""
-        # Match complete lines only, because a short text may occur inside another text.
+        # Match only complete lines, because a short text may also occur within another text.
         lines = re.compile(rf"(?:\A|\n)[^\S\n]*({re.escape(text)})[^\S\n]*(?=\n|\Z)")
         if text and (line := lines.search(content, position)):
             marked += content[position : line.start(1)] + wrap(text)
@@ -106,7 +106,7 @@ def _marked(content: str, artifact: Any) -> str:
 
 
 def _text_of_part(part: str | dict[str, Any], message: BaseMessage) -> str:
-    """Text of a content part. Any part with a ``kv_handle`` is a passage."""
+    """Return a content part's text. Parts with a ``kv_handle`` are passages."""
     if isinstance(part, str):
         return part
     if part.get("type") == "text" and isinstance(text := part.get("text"), str):
@@ -115,8 +115,8 @@ def _text_of_part(part: str | dict[str, Any], message: BaseMessage) -> str:
     if isinstance(message, AIMessage) and part.get("type") in _UNSEEN_PARTS:
         return ""
     raise ValueError(
-        f"This model reads text only, found the part {json.dumps(part, default=str)[:80]} in a "
-        f"{message.type} message; remove the part"
+        f"This model supports only text, found {json.dumps(part, default=str)[:80]} in a "
+        f"{message.type} message; remove this content part"
     )
 
 
@@ -140,18 +140,18 @@ def chat_result(step: Step, model_name: str | None) -> ChatResult:
 
 
 def chat_chunk(step: Step, model_name: str | None, *, is_v1: bool) -> ChatGenerationChunk:
-    """Convert one step of a streamed answer.
+    """Convert a step of a streamed answer.
 
-    Only the last chunk has usage metadata, because LangChain adds up the metadata of all chunks.
+    Only the last chunk has usage metadata, because LangChain sums the metadata of all chunks.
     """
     first = _FIRST_CALL_OF_V1 if is_v1 else 0
     calls: list[ToolCall | InvalidToolCall] = [*step.calls, *step.invalid]
     fields = _content(step)
-    # Each call is sent in one chunk, because LangChain closes the JSON of incomplete arguments.
+    # Send each call in one chunk, because LangChain completes the JSON of partial arguments.
     fields["tool_call_chunks"] = [
         tool_call_chunk(
             name=call.name,
-            # Invalid calls must not parse as JSON, or LangChain would treat them as valid calls.
+            # Invalid calls must not parse as JSON, or LangChain would treat them as valid.
             args=json.dumps(call.arguments, ensure_ascii=False)
             if isinstance(call, ToolCall)
             else f"{call.error}: {call.text}",
@@ -173,9 +173,9 @@ def _content(step: Step) -> dict[str, Any]:
 
 
 def _figures(answer: Generation, model_name: str | None) -> dict[str, Any]:
-    """``usage_metadata`` and ``response_metadata`` of a complete answer.
+    """Return ``usage_metadata`` and ``response_metadata`` of a complete answer.
 
-    ``cache_read`` tokens were read from the store. ``cache_creation`` tokens were computed.
+    ``cache_read`` counts tokens read from the store, and ``cache_creation`` computed tokens.
     """
     stats = answer.stats
     computed = stats.computed_tokens if stats.mode == "block" else 0
@@ -190,7 +190,7 @@ def _figures(answer: Generation, model_name: str | None) -> dict[str, Any]:
 
 
 def metadata_of(generation: Generation, model_name: str | None) -> dict[str, Any]:
-    """``response_metadata``: the model, the finish reason and the reuse statistics."""
+    """Return ``response_metadata``: model, finish reason and reuse statistics."""
     return {
         "model_name": model_name or "unknown",
         "model_provider": PROVIDER,
@@ -205,7 +205,8 @@ def without_markers(value: Any) -> Any:
     For other models, user interfaces and logs: ``RunnableLambda(without_markers) | other_model``.
 
     Args:
-        value: A string, a prompt value, a message, or a list of messages that chat models accept.
+        value: String, prompt value, message, or list of messages in any format that chat models
+            accept.
 
     Raises:
         TypeError: The value has another type.

@@ -1,4 +1,4 @@
-"""Chat model of a server, through LangChain's own class for OpenAI-compatible servers."""
+"""Chat model for models on a server, based on LangChain's class for OpenAI-compatible servers."""
 
 from __future__ import annotations
 
@@ -19,28 +19,29 @@ except ModuleNotFoundError as error:
 def served_llm(
     url: str, model: str | None = None, *, api_key: str | None = None, **fields: Any
 ) -> ChatOpenAI:
-    """Chat model of a server, such as ``blockattn-rag serve``, which reuses passages of prompts.
+    """Create a chat model for a server that reuses passages, such as ``blockattn-rag serve``.
 
-    Put passages into prompts with ``format_blocks``, and encode them with
+    Insert passages into prompts with ``format_blocks``, and encode them with
     ``BlockKVTransformer(server=url)``. ``usage_metadata["input_token_details"]["cache_read"]``
     counts the reused tokens.
 
     Args:
         url: Address of the server, such as ``"http://gpu:8000"``.
         model: Name of the model on the server. Default: the server's first model.
-        api_key: API key of the server. Default: ``BLOCKATTN_RAG_API_KEY`` of the environment.
-        fields: Further fields of ``ChatOpenAI``. Defaults: ``temperature=0``, ``max_tokens=256``.
+        api_key: API key of the server. Default: the environment variable ``BLOCKATTN_RAG_API_KEY``.
+        fields: Additional fields of ``ChatOpenAI``. Defaults: ``temperature=0``,
+            ``max_tokens=256``.
 
     Raises:
-        ServingError: The server is unreachable, lacks this package's connector, or has another
-            marker key.
+        ServingError: The server is unreachable, does not have this package's connector, or has
+            another marker key.
     """
     client = ServerClient(url, api_key)
     client.check_markers()
     if not client.info.has_chat_template:
         raise ServingError(
-            f"The model of {client.url} has no chat template, which ChatOpenAI needs; set one with "
-            "vLLM's option --chat-template"
+            f"The model of {client.url} has no chat template, which ChatOpenAI requires; set one "
+            "with vLLM's option --chat-template"
         )
     defaults: dict[str, Any] = {"temperature": 0.0, "max_tokens": 256, "use_responses_api": False}
     return ChatOpenAI(

@@ -1,4 +1,4 @@
-"""Chat models that answer with objects of a schema, enforced by a grammar."""
+"""Chat models whose answers are objects of a schema, enforced by a grammar."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def structured_chat(
     include_raw: bool,
     strict: bool | None,
 ) -> Runnable[LanguageModelInput, Any]:
-    """Create the runnable of ``ChatBlockAttention.with_structured_output``."""
+    """Create the runnable for ``ChatBlockAttention.with_structured_output``."""
     if method not in get_args(Method):
         known = ", ".join(get_args(Method))
-        raise ValueError(f"Found method {method!r}, expected one of {known}")
+        raise ValueError(f"Unknown method {method!r}: expected one of {known}")
     if schema is None and method != "json_mode":
         raise ValueError(
-            f"Found no schema, which method {method!r} needs; only json_mode works without one"
+            f"The method {method!r} requires a schema; only json_mode works without one"
         )
     asked: dict[str, Any] = {"type": "json_object"}
     if schema is not None:
@@ -72,13 +72,12 @@ def named_schema(schema: Any) -> dict[str, Any]:
     """Convert any schema that LangChain accepts to a JSON schema with a name.
 
     Args:
-        schema: A pydantic class, a TypedDict, a JSON schema, or a function, tool or response format
-            as in OpenAI's API.
+        schema: Pydantic class, TypedDict, JSON schema, or a function, tool or response format of
+            OpenAI's API.
     """
     if isinstance(schema, type) and is_basemodel_subclass(schema):
-        # Use pydantic, because LangChain's conversion inlines references, even recursive
-        # references.
-        pydantic: Any = schema  # A class of pydantic version 1 or 2.
+        # Use pydantic, because LangChain's conversion inlines references, even recursive ones.
+        pydantic: Any = schema  # Class of pydantic 1 or 2.
         of = getattr(pydantic, "model_json_schema", None) or pydantic.schema
         return {"name": schema.__name__, "schema": of()}
     if isinstance(schema, Mapping):
@@ -88,13 +87,14 @@ def named_schema(schema: Any) -> dict[str, Any]:
         if "name" not in definition and definition.get("type") != "function":
             return {"name": definition.get("title", "answer"), "schema": dict(definition)}
     if isinstance(schema, Mapping):
-        schema = schema.get("function", schema)  # This unwraps a tool.
+        schema = schema.get("function", schema)  # Unwrap a tool.
     try:
         function = convert_to_openai_function(schema)
     except (TypeError, ValueError) as error:
         raise ValueError(
-            "A schema is a pydantic class, a TypedDict, a JSON schema, or a function definition; "
-            f"found {schema!r:.60}. Wrap a plain type in a class with one field ({error})"
+            "A schema must be a pydantic class, a TypedDict, a JSON schema or a function "
+            f"definition, found {schema!r:.60}. Wrap a plain type in a class with one field "
+            f"({error})"
         ) from error
     return {"name": function["name"], "schema": function["parameters"]}
 
@@ -106,7 +106,7 @@ def _as_tool(named: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_raw(model: Runnable[Any, BaseMessage], parser: Any) -> Runnable[Any, Any]:
-    """Return LangChain's dict with the message, the parsed object, and the parsing error."""
+    """Return a runnable for LangChain's dict of message, parsed object and parsing error."""
     parsed = RunnablePassthrough.assign(
         parsed=itemgetter("raw") | parser, parsing_error=lambda _: None
     )
@@ -116,7 +116,7 @@ def _with_raw(model: Runnable[Any, BaseMessage], parser: Any) -> Runnable[Any, A
 
 
 def _object_of(result: list[Generation]) -> list[Generation]:
-    """The JSON of an answer: its text, or the arguments of its tool call."""
+    """Return an answer's JSON: its text, or the arguments of its tool call."""
     (generation,) = result
     if not isinstance(generation, ChatGeneration):
         return result

@@ -1,6 +1,6 @@
 """LlamaIndex adapter: an LLM, an ingestion step and a postprocessor.
 
-Names are imported on first use::
+Names are imported lazily::
 
     from blockattn_rag.llama_index import BlockAttentionLLM, BlockKVPostprocessor
 

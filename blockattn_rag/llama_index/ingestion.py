@@ -1,4 +1,4 @@
-"""Ingestion of nodes: an encoding step, embeddings without a download, and adding to Chroma."""
+"""Ingestion of nodes: an encoding step, download-free embeddings, and adding nodes to Chroma."""
 
 from __future__ import annotations
 
@@ -38,38 +38,37 @@ if TYPE_CHECKING:
 logger = logging.getLogger("blockattn_rag")
 
 _NO_FIELDS = ("fingerprint", "store", "namespace", "encoding")
-"""Keys that ``to_dict`` adds to the fields."""
+"""Keys that ``to_dict`` returns in addition to fields."""
 _LONG = 8000
-"""Number of characters of a long passage: about twice the default chunk of LlamaIndex's
-splitter."""
+"""Characters of a long passage: about twice the default chunk size of LlamaIndex's splitter."""
 
 
 class BlockKVTransform(SourceComponent, TransformComponent):
     """Ingestion step that encodes nodes as blocks, stores their KV, and adds their handles.
 
-    Put it after every step that changes text or metadata, before or after the embedding model. The
-    block of a node is its content in ``MetadataMode.LLM``. Blocks that are already stored are
-    skipped. Each batch is stored as soon as it is encoded, so an interrupted run continues where it
-    stopped. Returned nodes are copies with ``metadata["kv_handle"]``, which is excluded from the
-    text for the LLM and the embedding model. Nodes without text are returned unchanged.
+    Put it after all steps that change text or metadata, before or after the embedding model. A
+    node's block is its content in ``MetadataMode.LLM``. Blocks that are already stored are skipped.
+    Each batch is stored as soon as it is encoded, so an interrupted run continues where it stopped.
+    Returned nodes are copies with ``metadata["kv_handle"]``, which is excluded from the text for
+    the LLM and the embedding model. Nodes without text are returned unchanged.
 
-    With a pipeline cache, the first ingestion reads the model's weights to compute their
-    fingerprint, so that cached results of another model, store or template are not reused.
+    With a pipeline cache, the first ingestion reads the model's weights to compute a fingerprint,
+    so that cached results of other models, stores or templates are not used.
 
     Args:
         model_name, tokenizer_name, engine, kv_store, recipe: See ``BlockAttentionLLM``.
         model_kwargs, device_map: See ``BlockAttentionLLM``.
         server: Address of a server that encodes the nodes into its own store, such as
-            ``"http://gpu:8000"``, or a list of servers with one store, instead of the above.
+            ``"http://gpu:8000"``, or a list of servers that share a store. Replaces the above.
         journal: Folder that records which server stored which passage; recorded passages are
             skipped (see ``ServerPool``). Only with ``server``.
-        api_key: API key of the server. Default: ``BLOCKATTN_RAG_API_KEY`` of the environment, which
-            other processes use, too.
-        llm: LLM whose model, store, template and recipe, or whose server, are shared, instead of
-            the above.
+        api_key: API key of the server. Default: the environment variable ``BLOCKATTN_RAG_API_KEY``,
+            which other processes also use.
+        llm: LLM whose model, store, template and recipe, or whose server, to use. Replaces the
+            above.
         block_template: Text around each passage. The LLM must use the same template.
         show_progress: Whether to show a progress bar.
-        hide_file_paths: Whether to remove the paths of ``SimpleDirectoryReader`` from blocks.
+        hide_file_paths: Whether to exclude ``file_path`` of ``SimpleDirectoryReader`` from blocks.
         metadata_key: Metadata key whose value replaces the node's text in prompts, such as
             ``"window"`` of ``SentenceWindowNodeParser`` (see
             ``MetadataReplacementPostProcessor``). Nodes without the key keep their text.
@@ -80,7 +79,7 @@ class BlockKVTransform(SourceComponent, TransformComponent):
     """
 
     server: str | list[str] | None = Field(
-        default=None, description="Address of a server that encodes, or several."
+        default=None, description="Address of one or more servers that encode the nodes."
     )
     journal: str | None = Field(
         default=None, description="Folder that records which server stored which passage."
@@ -88,7 +87,7 @@ class BlockKVTransform(SourceComponent, TransformComponent):
     block_template: BlockTemplate = Field(description="Text around each passage.")
     show_progress: bool = Field(default=False, description="Show a progress bar.")
     hide_file_paths: bool = Field(
-        default=True, description="Keep SimpleDirectoryReader's file_path out of the blocks."
+        default=True, description="Exclude SimpleDirectoryReader's file_path from blocks."
     )
     metadata_key: str | None = Field(
         default=None, description="Metadata key whose value replaces the node's text."
@@ -143,7 +142,7 @@ class BlockKVTransform(SourceComponent, TransformComponent):
 
     @property
     def stats(self) -> EncodeStats | None:
-        """Statistics of the last call. None: no call yet."""
+        """Statistics of the last call, or None before the first call."""
         return self._stats
 
     def __call__(self, nodes: Sequence[BaseNode], **kwargs: Any) -> list[BaseNode]:
@@ -162,7 +161,7 @@ class BlockKVTransform(SourceComponent, TransformComponent):
         ]
 
     def _check_key(self, nodes: Sequence[BaseNode]) -> None:
-        """Warn if no node has the metadata key, because it may be misspelled."""
+        """Log a warning if no node has the metadata key, because it may be misspelled."""
         if self.metadata_key and nodes and all(self.metadata_key not in n.metadata for n in nodes):
             keys = sorted({key for node in nodes for key in node.metadata})
             logger.warning(
@@ -172,15 +171,15 @@ class BlockKVTransform(SourceComponent, TransformComponent):
             )
 
     def _check_split(self, nodes: Sequence[BaseNode], texts: Sequence[str]) -> None:
-        """Warn once about a long document that no step has split."""
+        """Log a warning, once, about a long document that has not been split."""
         pairs = zip(nodes, texts, strict=True)
         sizes = [len(text) for node, text in pairs if isinstance(node, Document)]
         if not self._has_warned and max(sizes, default=0) > _LONG:
             self._has_warned = True
             logger.warning(
-                "Found a document of %d characters that no step has split. It becomes one passage, "
-                "which is slow to retrieve and may not fit in the context window. Put a splitter "
-                "first: transformations=[SentenceSplitter(), BlockKVTransform(llm=llm)]",
+                "Found an unsplit document of %d characters. It becomes a single passage, which "
+                "is slow to retrieve and may not fit in the context window. Add a splitter: "
+                "transformations=[SentenceSplitter(), BlockKVTransform(llm=llm)]",
                 max(sizes),
             )
 
@@ -188,7 +187,7 @@ class BlockKVTransform(SourceComponent, TransformComponent):
         return await asyncio.to_thread(self, nodes, **kwargs)
 
     def to_dict(self, **kwargs: Any) -> dict[str, Any]:
-        """The fields, and all other values that ``IngestionCache`` must compare."""
+        """Return the fields, and all other values that ``IngestionCache`` has to compare."""
         return {
             **super().to_dict(**kwargs),
             **self._source.storage,
@@ -202,15 +201,15 @@ class BlockKVTransform(SourceComponent, TransformComponent):
     def __getstate__(self) -> dict[str, Any]:
         if self._source.lasting_store is None:
             raise pickle.PicklingError(
-                "This BlockKVTransform stores in the memory of this process, where other processes "
-                "cannot write; pass a directory or an address as kv_store=, or run the pipeline "
-                "without num_workers"
+                "This BlockKVTransform stores blocks in this process's memory, which other "
+                "processes cannot access; pass a directory or an address as kv_store=, or run the "
+                "pipeline without num_workers"
             )
         return super().__getstate__()
 
 
 def _shown(node: BaseNode, metadata_key: str | None) -> BaseNode:
-    """The node, or a copy whose text is replaced by the value of the metadata key."""
+    """Return the node, or a copy whose text is replaced by the value of the metadata key."""
     if metadata_key is None or (text := node.metadata.get(metadata_key)) is None:
         return node
     if not isinstance(text, str):
@@ -224,10 +223,10 @@ def _shown(node: BaseNode, metadata_key: str | None) -> BaseNode:
 
 
 def _without_file_path(node: BaseNode) -> BaseNode:
-    """The node, or a copy whose LLM view excludes the path that ``SimpleDirectoryReader`` adds.
+    """Return the node, or a copy whose LLM view excludes the path from ``SimpleDirectoryReader``.
 
-    The reader also adds the file's name and hides it, which distinguishes its path from a path that
-    the user added. Nodes with a custom template keep the path, because its author chose the view.
+    The reader also adds the file name and hides it, which distinguishes its path from one that the
+    user added. Nodes with a custom template keep the path, because the template's author chose it.
     """
     path, name = node.metadata.get("file_path"), node.metadata.get("file_name")
     hidden = node.excluded_llm_metadata_keys
@@ -240,10 +239,10 @@ def _without_file_path(node: BaseNode) -> BaseNode:
 
 
 class HashingEmbedding(BaseEmbedding):
-    """Embeddings from counts of hashed words and word pieces, as unit vectors.
+    """Embedding model that counts hashed words and character n-grams, as unit vectors.
 
-    The embeddings are deterministic and need no download, but match only passages that share words
-    with the question. Use an embedding model in production.
+    Deterministic, and needs no download, but matches only passages that share words with the
+    question. Use a real embedding model in production.
     """
 
     dimensions: int = Field(default=2048, description="Length of the vectors.", gt=0)
@@ -273,15 +272,15 @@ class HashingEmbedding(BaseEmbedding):
 
 
 def add_nodes(vector_store: ChromaVectorStore, nodes: Sequence[BaseNode], client: Any) -> list[str]:
-    """Add embedded nodes in batches that the Chroma server accepts.
+    """Add embedded nodes in batches that Chroma accepts.
 
-    ``ChromaVectorStore.add`` sends up to 41665 nodes at once, which Chroma 1 refuses. Both skip
-    nodes whose id is already in the collection. To replace such nodes, delete them first.
+    ``ChromaVectorStore.add`` sends up to 41665 nodes at once, which Chroma 1 rejects. Both
+    functions skip nodes whose id is already in the collection. To replace them, delete them first.
 
     Args:
         vector_store: Vector store with a collection of ``client``.
         nodes: Nodes with embeddings.
-        client: Chroma client, embedded or HTTP.
+        client: Embedded or HTTP client of Chroma.
 
     Returns:
         Ids of the nodes.

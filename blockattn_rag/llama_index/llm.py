@@ -47,59 +47,59 @@ from blockattn_rag.store import KVStore
 
 
 class BlockAttentionLLM(PromptMaking, StructuredPrediction, CustomLLM, FunctionCallingLLM):
-    """A transformers model, in this process or behind a server, that answers from cached passages.
+    """LLM that answers from cached passages with a transformers model, in process or on a server.
 
-    A replacement for ``HuggingFaceLLM`` with the same argument names. The LLM looks up passages
-    between block markers (see ``BlockKVPostprocessor``) in the KV store by the digest of their
-    text, and computes them on a miss. The rest of the prompt is ordinary text. The constructor
-    loads the model, unless it runs behind a server.
+    Replacement for ``HuggingFaceLLM`` with the same argument names. Passages between block markers
+    (see ``BlockKVPostprocessor``) are looked up in the KV store by the digest of their text, and
+    encoded on a cache miss. The rest of the prompt is ordinary text. The constructor loads the
+    model, unless it runs on a server.
 
     Args:
         model_name: Path, hub id, or ``"bundled"``.
-        engine: An existing engine, instead of the arguments for loading one.
+        engine: An existing engine. Replaces the arguments for loading one.
         kv_store: KV store: a directory, an address such as ``"s3://bucket/kv"`` (see
-            ``store.open_store``), or a store object. Default: 1 GiB of memory.
-        recipe: How a model that is not block-fine-tuned runs in block mode: ``"auto"``, ``"none"``,
-            or the folder of a recipe, which ``blockattn-rag repair`` writes. ``"auto"`` uses the
-            best known recipe, such as the recipe next to the store.
-        mode: ``"block"`` reuses passages; ``"full"`` is ordinary attention over the same tokens.
+            ``store.open_store``), or a store object. Default: 1 GiB in memory.
+        recipe: Recipe of block mode, for models that are not block-fine-tuned: ``"auto"``,
+            ``"none"``, or a folder written by ``blockattn-rag repair``. ``"auto"`` uses the best
+            known recipe, such as the one next to the store.
+        mode: ``"block"`` reuses passages; ``"full"`` uses ordinary attention over the same tokens.
         block_template: Text around each passage. ``BlockKVTransform`` must use the same template.
-        recognize: Whether to also find ingested passages in text without markers. Prompts then need
-            no postprocessor. ``"system"``: also in system messages.
-        context_window: Maximum number of tokens in prompt and answer. Default: the model's context
-            window.
+        recognize: Whether to also recognize ingested passages in text without markers, so that
+            prompts need no postprocessor. ``"system"``: also in system messages.
+        context_window: Maximum number of tokens, prompt and answer together. Default: the model's
+            context window.
         max_new_tokens: Maximum number of tokens in an answer.
         generate_kwargs: Default options of all calls, such as ``temperature`` or ``stop``.
         model_kwargs: Arguments for loading the model, such as ``dtype``.
         device_map: A torch device, or ``"auto"``.
         llm_fields: LlamaIndex's own fields: ``system_prompt``, ``callback_manager``,
             ``messages_to_prompt`` (default: the tokenizer's chat template),
-            ``completion_to_prompt`` (for unformatted completions; default for chat models: one
+            ``completion_to_prompt`` (for unformatted completions; default for chat models: a single
             user message), ``is_chat_model`` (default: whether there is a chat template) and
             ``is_function_calling_model`` (default: whether the template supports tools). If
-            ``is_function_calling_model`` is True and the template supports no tools, required
-            calls, such as the calls of Pydantic selectors, use a grammar, and optional calls raise
-            an error. Also ``tokenizer_name``, the name or path of the tokenizer (default: the
-            model's tokenizer).
+            ``is_function_calling_model`` is True but the template does not support tools, required
+            calls (for example of Pydantic selectors) use a grammar, and optional calls raise an
+            error. Also ``tokenizer_name``, the tokenizer's name or path (default: the model's
+            tokenizer).
 
-    Each call, and ``generate_kwargs`` for all calls, accepts ``max_new_tokens``, ``temperature``,
+    Calls, and ``generate_kwargs`` for all calls, accept ``max_new_tokens``, ``temperature``,
     ``top_p``, ``top_k``, ``stop``, ``seed``, ``mode``, ``recipe`` (for comparisons), the arguments
-    of transformers' ``generate``, and two options of the prompt. Other options raise an error.
+    of transformers' ``generate``, and two prompt options. Other options raise an error.
 
     - ``chat_template_kwargs``: Variables of the chat template, such as ``enable_thinking``. The
       template inserts their values into the prompt as trusted text, so never take them from users.
     - ``parse_special_tokens=True``: Parses control tokens in prompt strings, outside of passages.
-      It is for prompt templates that contain control tokens. Control tokens in a user's question
-      are then parsed too.
+      Use it for prompt templates that contain control tokens. Control tokens in a user's question
+      are then parsed, too.
 
-    ``raw["usage"]`` of a response has token counts and reuse statistics. If the chat template marks
-    reasoning with ``<think>``, the reasoning is a ``ThinkingBlock`` of the message, or
+    ``raw["usage"]`` of a response contains token counts and reuse statistics. If the chat template
+    marks reasoning with ``<think>``, it is returned as a ``ThinkingBlock`` of the message, or in
     ``additional_kwargs["thinking"]`` of a completion (``"thinking_delta"`` in a stream).
 
-    If the chat template supports tools, this is a function calling LLM. ``tool_choice`` and
-    ``tool_required=True`` enforce valid calls with a grammar, which needs the extra ``structured``.
-    With ``tool_calls="constrained"``, in a call or in ``generate_kwargs``, a grammar constrains the
-    answer to either text or valid calls (docs/guides/agents.md).
+    If the chat template supports tools, the LLM supports function calling. ``tool_choice`` and
+    ``tool_required=True`` enforce valid calls with a grammar, which requires the extra
+    ``structured``. With ``tool_calls="constrained"``, in a call or in ``generate_kwargs``, a
+    grammar constrains the answer to either text or valid calls (docs/guides/agents.md).
 
     Raises:
         ContextOverflowError: Raised by calls if the prompt does not fit in the context window. Call
@@ -107,8 +107,8 @@ class BlockAttentionLLM(PromptMaking, StructuredPrediction, CustomLLM, FunctionC
             fewer passages.
     """
 
-    mode: Mode = Field(description="'block' reuses passages, 'full' is ordinary attention.")
-    context_window: int | None = Field(description="Tokens in prompt and answer. None: all.")
+    mode: Mode = Field(description="'block' reuses passages, 'full' uses ordinary attention.")
+    context_window: int | None = Field(description="Maximum tokens in prompt and answer.")
     max_new_tokens: int = Field(description="Maximum tokens in an answer.", gt=0)
 
     def __init__(
@@ -170,13 +170,12 @@ class BlockAttentionLLM(PromptMaking, StructuredPrediction, CustomLLM, FunctionC
         )
 
     def to_payload(self) -> dict[str, Any]:
-        """Fields of this LLM for instrumentation events. Reads no files, because event loops call
-        it."""
+        """Return the fields for instrumentation events. Reads no files: event loops call it."""
         names = ("model_name", "mode", "recipe", "context_window", "max_new_tokens")
         return {"class_name": self.class_name(), **{name: getattr(self, name) for name in names}}
 
     def engine_options(self, call: dict[str, Any]) -> dict[str, Any]:
-        """Engine options of one call. The call's options override the fields."""
+        """Return the engine options of a call. The call's options override the fields."""
         own = {"mode": self.mode, "max_new_tokens": self.max_new_tokens}
         options = {**own, **without_tool_options(self.generate_kwargs), **call}
         return {name: value for name, value in options.items() if name not in PROMPT_OPTIONS}

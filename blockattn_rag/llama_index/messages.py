@@ -32,10 +32,10 @@ dispatcher = get_dispatcher(__name__)
 Response = TypeVar("Response", CompletionResponse, ChatResponse)
 
 INVALID_CALLS = "invalid_tool_calls"
-"""Key in a message's ``additional_kwargs`` for the invalid tool calls of an answer. Each has its
-``text``, the ``error``, and the tool's ``name`` if it could be read."""
+"""Key in a message's ``additional_kwargs`` for an answer's invalid tool calls. Each has its
+``text``, the ``error``, and the tool's ``name`` if it could be parsed."""
 
-# Role names of some providers, mapped to the names in chat templates.
+# Role names of some providers, mapped to the roles of chat templates.
 _TEMPLATE_ROLES = {
     MessageRole.CHATBOT: "assistant",
     MessageRole.MODEL: "assistant",
@@ -47,10 +47,10 @@ _FIGURES = frozenset(field.name for field in fields(ReuseStats))
 
 
 def chat_turns(messages: Iterable[ChatMessage]) -> Iterator[ChatTurn]:
-    """Convert messages to turns. Block markers stay in the text.
+    """Convert messages to turns. The text keeps its block markers.
 
     Raises:
-        ValueError: A message has an image or other content that is not text, or a tool call whose
+        ValueError: A message contains an image or other non-text content, or a tool call whose
             arguments are not JSON.
     """
     for message in messages:
@@ -86,7 +86,7 @@ def _text_of(message: ChatMessage) -> str:
             continue
         if not isinstance(block, TextBlock):
             raise ValueError(
-                f"BlockAttentionLLM reads text only, found a {type(block).__name__} in a "
+                f"BlockAttentionLLM supports only text, found a {type(block).__name__} in a "
                 f"{message.role.value} message; remove the block"
             )
         texts.append(block.text)
@@ -94,10 +94,10 @@ def _text_of(message: ChatMessage) -> str:
 
 
 class BlockReuseEvent(BaseEvent):
-    """Instrumentation event with the reuse statistics of one answer, dispatched at its end.
+    """Instrumentation event with an answer's reuse statistics, dispatched when the answer ends.
 
     The fields of ``stats`` are also attributes of the event (``event.hits``), and top-level fields
-    of the serialized event.
+    when it is serialized.
     """
 
     stats: ReuseStats
@@ -119,7 +119,7 @@ class BlockReuseEvent(BaseEvent):
 
 
 class Responses:
-    """Creates LlamaIndex responses from the steps of one answer.
+    """Creates LlamaIndex responses from the steps of an answer.
 
     Each response contains the complete answer so far. The last step dispatches
     ``BlockReuseEvent``.
@@ -138,7 +138,7 @@ class Responses:
         return ChatResponse(message=self._message(answer), **fields)
 
     def _take(self, step: Step) -> tuple[ReadAnswer, dict[str, Any]]:
-        """Add a step. Returns the answer so far, and the other fields of its response."""
+        """Add a step. Returns the answer so far, and the response's other fields."""
         self._text += step.text
         self._thoughts += step.thoughts
         thinking = {"thinking": self._thoughts, "thinking_delta": step.thoughts or None}
@@ -152,7 +152,7 @@ class Responses:
         return ReadAnswer(self._text, [*step.calls], [*step.invalid]), fields
 
     def _message(self, answer: ReadAnswer) -> ChatMessage:
-        # The text includes invalid calls, so that it shows the complete output of the model.
+        # Include invalid calls, so that the text contains the model's complete output.
         shown = "\n".join(part for part in (answer.text, *(i.text for i in answer.invalid)) if part)
         blocks: list[ThinkingBlock | TextBlock | ToolCallBlock] = []
         if self._thoughts:
@@ -178,14 +178,14 @@ def responses_of(
 async def aresponses_of(
     steps: AsyncGenerator[Step, None], make: Callable[[Step], Response]
 ) -> AsyncGenerator[Response, None]:
-    """``responses_of`` for event loops."""
+    """Async version of ``responses_of``."""
     async with aclosing(steps):
         async for step in steps:
             yield make(step)
 
 
 def _usage_of(generation: Generation) -> dict[str, Any]:
-    """Token counts, named as LlamaIndex's token counters expect, and reuse statistics."""
+    """Token counts, with the names that LlamaIndex's counters expect, and reuse statistics."""
     stats = generation.stats
     return {
         "prompt_tokens": stats.prompt_tokens,
@@ -200,14 +200,14 @@ def tool_selections(response: ChatResponse, *, required: bool) -> list[ToolSelec
     """Return the tool calls of a response.
 
     Raises:
-        ToolCallError: A call is ``required``, and the response has no call or an invalid call.
+        ToolCallError: A call is ``required``, but the response has no call or an invalid one.
     """
     message = response.message
     invalid = message.additional_kwargs.get(INVALID_CALLS, [])
     calls = [block for block in message.blocks if isinstance(block, ToolCallBlock)]
     if required and invalid:
         reasons = "; ".join(f"{call['error']}: {call['text'][:200]!r}" for call in invalid)
-        raise ToolCallError(f"The model wrote a malformed tool call. {reasons}")
+        raise ToolCallError(f"The model generated an invalid tool call. {reasons}")
     if required and not calls:
         raise ToolCallError(
             f"Expected a tool call, but the model answered {(message.content or '')[:200]!r}. Pass "

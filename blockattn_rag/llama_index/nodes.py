@@ -1,7 +1,7 @@
-"""Nodes as blocks: canonical text, handle, LLM view with markers, and the postprocessors of nodes.
+"""Nodes as blocks: canonical text, handle, LLM view with markers, and the postprocessor.
 
-Synthesizers read a node with ``get_content(MetadataMode.LLM)``, its *LLM view*. Only this view has
-markers, so source nodes, rerankers and evaluators get clean text.
+Synthesizers read a node's *LLM view*, ``get_content(MetadataMode.LLM)``. Only this view has
+markers, so source nodes, rerankers and evaluators receive clean text.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ Order = Literal["retrieved", "ascending"]
 
 
 class BlockNode(BaseNode):
-    """A node whose LLM view has block markers around its text. See ``as_block_node``.
+    """Node whose LLM view has block markers around the text. See ``as_block_node``.
 
-    The view is computed on each read, so the markers always match the text.
+    The view is created on each read, so the markers always match the text.
     """
 
     plain_class: ClassVar[type[BaseNode]]
@@ -51,21 +51,21 @@ class BlockNode(BaseNode):
         return [*text, *(block for block in blocks if not isinstance(block, TextBlock))]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # The class is created at run time, so pickle cannot find it by name.
+        # The class is created dynamically, so pickle cannot find it by name.
         return as_block_node, (as_plain_node(self), self.block_label)
 
 
 @cache
 def _view_class(cls: type[BaseNode]) -> type[BlockNode]:
-    """Subclass of ``cls`` with the views of ``BlockNode``."""
+    """Create a subclass of ``cls`` with the views of ``BlockNode``."""
     namespace = {"__module__": __name__, "plain_class": cls}
     return type(f"Block{cls.__name__}", (BlockNode, cls), namespace)
 
 
 def as_block_node(node: BaseNode, label: str = "") -> BlockNode:
-    """Copy ``node``. The LLM view of the copy is ``label``, then the text between block markers."""
+    """Copy ``node``. The copy's LLM view is ``label`` and the text between block markers."""
     view = without_handle_in_views(as_plain_node(node))
-    # Changing the class keeps all fields and private state.
+    # Changing the class preserves all fields and private state.
     object.__setattr__(view, "__class__", _view_class(type(view)))
     view.__dict__["block_label"] = label
     assert isinstance(view, BlockNode)
@@ -83,20 +83,20 @@ def as_plain_node(node: BaseNode) -> BaseNode:
 
 
 def canonical_text(node: BaseNode) -> str:
-    """The text that a node's handle is computed from: its LLM view, stripped. May be empty."""
+    """Text that a node's handle is computed from: its stripped LLM view. May be empty."""
     view = without_handle_in_views(as_plain_node(node))
     return view.get_content(metadata_mode=MetadataMode.LLM).strip()
 
 
 def stamp(node: BaseNode, text: str) -> BaseNode:
-    """Copy ``node``, with the handle of ``text`` (its canonical text) in the metadata."""
+    """Copy ``node``, and add the handle of ``text`` (its canonical text) to the metadata."""
     stamped = without_handle_in_views(node)
     stamped.metadata[HANDLE_KEY] = handle_of(text)
     return stamped
 
 
 def without_handle_in_views(node: BaseNode) -> BaseNode:
-    """Copy ``node`` and its metadata, with the handle excluded from all text views."""
+    """Copy ``node`` and its metadata, and exclude the handle from all text views."""
     views = ("excluded_llm_metadata_keys", "excluded_embed_metadata_keys")
     hidden = {name: list(dict.fromkeys([*getattr(node, name), HANDLE_KEY])) for name in views}
     return node.model_copy(update={**hidden, "metadata": dict(node.metadata)})
@@ -105,8 +105,8 @@ def without_handle_in_views(node: BaseNode) -> BaseNode:
 class BlockKVPostprocessor(BaseNodePostprocessor):
     """Puts block markers around each passage in the LLM's prompt, and orders the passages.
 
-    Put it last in ``node_postprocessors``, because other postprocessors would read the markers.
-    Nodes that were not ingested are marked too, and computed for the first answer. Returned nodes
+    Put it last in ``node_postprocessors``, because other postprocessors would see the markers.
+    Nodes that were not ingested are marked, too, and encoded for the first answer. Returned nodes
     are copies.
 
     Example::

@@ -1,4 +1,4 @@
-"""A text splitter and a prompt helper, which pack complete blocks into the context window."""
+"""Text splitter and prompt helper that pack complete blocks into the context window."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from blockattn_rag.prompts.markers import MarkedSpan, parse, remove_orphans, wra
 
 @runtime_checkable
 class BlockLLM(Protocol):
-    """Interface that packing needs, of ``BlockAttentionLLM`` and the LLM of ``served_llm``."""
+    """Interface for packing, implemented by ``BlockAttentionLLM`` and ``ServedLLM``."""
 
     @property
     def metadata(self) -> LLMMetadata: ...
@@ -34,7 +34,7 @@ class BlockLLM(Protocol):
 
 
 class _Piece(NamedTuple):
-    """Text that is not split, and its number of tokens in the prompt, excluding block markers."""
+    """Indivisible text, and its number of tokens in the prompt, excluding block markers."""
 
     text: str
     tokens: int
@@ -43,14 +43,14 @@ class _Piece(NamedTuple):
 class BlockTextSplitter(TokenTextSplitter):
     """Packs marked text into chunks of complete blocks, and splits other text as usual.
 
-    Chunks of blocks do not overlap. Text directly before a block, such as the number of a source,
-    stays with the block. A block that is larger than a chunk is split into blocks that fit.
+    Chunks of blocks do not overlap. Text directly before a block, such as a source number, stays
+    with the block. A block that is larger than a chunk is split into blocks that fit.
 
     Args:
-        chunk_overlap: Tokens of overlap between chunks of text without blocks.
-        tokenizer: Function that returns the token ids of a text. The model's tokenizer gives exact
-            sizes.
-        block_template: Text that the LLM puts around each passage. Its tokens also count.
+        chunk_overlap: Number of overlapping tokens between chunks of text without blocks.
+        tokenizer: Function that returns the token ids of a text. With the model's tokenizer, sizes
+            are exact.
+        block_template: Text that the LLM puts around each passage. Its tokens are counted, too.
     """
 
     _block_template: BlockTemplate = PrivateAttr()
@@ -88,7 +88,7 @@ class BlockTextSplitter(TokenTextSplitter):
     ) -> Iterator[_Piece]:
         position = 0
         for span in passages:
-            # The last paragraph before a block stays with it; earlier text may be split.
+            # Only the last paragraph before a block has to stay with it.
             head, blank_line, label = text[position : span.start].rpartition("\n\n")
             yield from self._plain(head + blank_line, chunk_size)
             position = span.end
@@ -107,7 +107,7 @@ class BlockTextSplitter(TokenTextSplitter):
 
     def _plain(self, text: str, chunk_size: int) -> Iterator[_Piece]:
         if text.isspace():
-            yield _Piece(text, 0)  # The block template replaces white space.
+            yield _Piece(text, 0)  # The block template replaces this white space.
         elif text := remove_orphans(text):
             for part in self._split(text, chunk_size):
                 yield _Piece(part, self._count(part))
@@ -115,7 +115,7 @@ class BlockTextSplitter(TokenTextSplitter):
     def _cut(self, span: MarkedSpan, block: str, chunk_size: int) -> Iterator[_Piece]:
         """Split a block into blocks that fit.
 
-        If the text was changed after it was marked, every piece keeps the original markers, so that
+        If the text was altered after it was marked, each piece keeps the original markers, so that
         the change can still be detected.
         """
         opening, closing = block[: block.index("]]") + 2], block[block.rindex("[[") :]
@@ -134,18 +134,18 @@ class BlockTextSplitter(TokenTextSplitter):
 
 
 class _Joined(list[str]):
-    """List of chunks whose ``str`` is their text, because ``simple_summarize`` formats the list."""
+    """List of chunks whose ``str`` is the joined text, because ``simple_summarize`` formats it."""
 
     def __str__(self) -> str:
         return "\n".join(self)
 
 
 class BlockPromptHelper(PromptHelper):
-    """A ``PromptHelper`` that keeps blocks complete in every response mode.
+    """``PromptHelper`` that keeps blocks complete in every response mode.
 
-    Each call uses the context window and answer length of its own LLM, so one helper in
-    ``Settings`` serves several LLMs. For a ``BlockLLM``, the helper counts tokens with the
-    model's tokenizer and reserves room for the chat template.
+    Each call uses the context window and answer length of its LLM, so one helper in ``Settings``
+    works for several LLMs. For a ``BlockLLM``, the helper counts tokens with the model's tokenizer
+    and reserves space for the chat template.
     """
 
     block_template: BlockTemplate = Field(
@@ -171,8 +171,8 @@ class BlockPromptHelper(PromptHelper):
         """
         if not isinstance(llm, BlockLLM):
             raise TypeError(
-                f"Expected a BlockAttentionLLM, or the LLM of served_llm(url); found "
-                f"{type(llm).__name__}, which does not keep blocks whole"
+                "Expected a BlockAttentionLLM, or the LLM of served_llm(url); found "
+                f"{type(llm).__name__}, which does not keep blocks complete"
             )
         return cls(
             context_window=llm.metadata.context_window,
@@ -218,8 +218,8 @@ class BlockPromptHelper(PromptHelper):
         size = self._get_available_chunk_size(prompt, num_chunks, padding, llm, tools)
         if size <= 0:
             raise ValueError(
-                f"The question, the prompt template and the answer leave no room for passages "
-                f"({1 - size} tokens too many); shorten the question or max_new_tokens, or "
+                "The question, the prompt template and the answer leave no room for passages "
+                f"({1 - size} tokens too many); shorten the question, reduce max_new_tokens, or "
                 "use a larger context_window"
             )
         template_of = llm if isinstance(llm, BlockLLM) else self
@@ -248,7 +248,7 @@ class BlockPromptHelper(PromptHelper):
 
 
 def _empty_prompt_tokens(prompt: BasePromptTemplate, llm: BlockLLM) -> int:
-    """Number of tokens in the prompt without passages, but with system prompt and chat template."""
+    """Count the tokens of a prompt without passages, but with system prompt and chat template."""
     if isinstance(prompt, SelectorPromptTemplate):
         prompt = prompt.select(llm=llm)  # type: ignore[arg-type]
     missing = set(prompt.template_vars) - prompt.kwargs.keys()

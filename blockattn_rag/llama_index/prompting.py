@@ -1,4 +1,4 @@
-"""Conversion of LlamaIndex prompts, which are strings or chat messages, to blocks."""
+"""Conversion of LlamaIndex prompts (strings or chat messages) to blocks."""
 
 from __future__ import annotations
 
@@ -26,23 +26,22 @@ from blockattn_rag.prompts.recognition import Recognize
 PromptLike = str | Sequence[ChatMessage]
 
 PROMPT_OPTIONS = ("chat_template_kwargs", "parse_special_tokens")
-"""Options of calls and of ``generate_kwargs`` that affect the prompt. The engine uses the
-others."""
+"""Call options, also in ``generate_kwargs``, that affect the prompt. Others go to the engine."""
 
 
 class PromptMaking(EngineComponent, LLM):
-    """LLM that converts prompts to blocks. For the fields see ``BlockAttentionLLM``."""
+    """LLM that converts prompts to blocks. For the fields, see ``BlockAttentionLLM``."""
 
     block_template: BlockTemplate = Field(description="Text around each passage.")
-    recognize: Recognize = Field(description="Whether to find passages without markers.")
-    is_chat_model: bool | None = Field(description="None: if there is a chat template.")
+    recognize: Recognize = Field(description="Whether to recognize passages without markers.")
+    is_chat_model: bool | None = Field(description="Default: whether there is a chat template.")
     is_function_calling_model: bool | None = Field(
-        description="None: if the chat template supports tools."
+        description="Default: whether the chat template supports tools."
     )
     generate_kwargs: dict[str, Any] = Field(description="Default options of all calls.")
 
     def tokenize(self, text: str) -> list[int]:
-        """Token ids of a text, without block markers and BOS, for counting tokens."""
+        """Tokenize a text without block markers and BOS, to count its tokens."""
         return self._source.tokenizer.text_ids(strip_markers(text))
 
     def _get_prompt(self, prompt: BasePromptTemplate, **prompt_args: Any) -> str:
@@ -72,10 +71,10 @@ class PromptMaking(EngineComponent, LLM):
 
         Args:
             formatted: Whether the string is already formatted with the chat template.
-            chat_template_kwargs: Variables of the chat template, in addition to the variables in
+            chat_template_kwargs: Variables of the chat template, in addition to those in
                 ``generate_kwargs``.
             parse_special_tokens: Whether to parse control tokens in a string. Default: the value in
-                ``generate_kwargs``, or False.
+                ``generate_kwargs``, else False.
 
         Raises:
             ValueError: The chat template ignores one of ``chat_template_kwargs``.
@@ -116,13 +115,13 @@ class PromptMaking(EngineComponent, LLM):
 
     @property
     def _own_template(self) -> Any:
-        """The user's ``messages_to_prompt``, which replaces the chat template, or None."""
+        """Return the user's ``messages_to_prompt``, which replaces the chat template, or None."""
         own: Any = self.messages_to_prompt
         return None if own is generic_messages_to_prompt else own
 
     @property
     def _takes_tools(self) -> bool:
-        """Whether the model supports tools, from the field, or by default from the template."""
+        """Whether the model supports tools, according to the field or, by default, the template."""
         if self.is_function_calling_model is not None:
             return self.is_function_calling_model
         if self._own_template or not self._takes_chat:
@@ -135,14 +134,14 @@ class PromptMaking(EngineComponent, LLM):
         tokenizer = self._source.tokenizer.tokenizer
         if self._own_template and variables:
             raise ValueError(
-                "chat_template_kwargs are variables of the model's chat template, but "
+                "chat_template_kwargs contains variables of the model's chat template, but "
                 "messages_to_prompt replaces the template; pass only one of the two"
             )
         if has_chat_template(tokenizer) and not self._own_template:
             return chat_spans(self, chat_turns(messages), tools, variables)
         if tools is not None:
             raise ValueError(
-                "tools need the model's chat template, but messages_to_prompt replaces the "
+                "Tools require the model's chat template, but messages_to_prompt replaces the "
                 "template; pass only one of the two"
             )
         turns = template_messages(chat_turns(messages))
@@ -155,17 +154,17 @@ class PromptMaking(EngineComponent, LLM):
                 copies.append(message.model_copy(update=shown))
             return str((self._own_template or generic_messages_to_prompt)(copies))
 
-        # A messages_to_prompt may also render additional_kwargs, which are as untrusted as the
-        # contents of messages.
+        # messages_to_prompt may also render additional_kwargs, which are as untrusted as the
+        # messages.
         pairs = zip(turns, messages, strict=True)
         return trace(render, [{**t, "additional_kwargs": m.additional_kwargs} for t, m in pairs])
 
 
 def with_whole_passages(prompt_args: dict[str, Any]) -> dict[str, Any]:
-    """Add the missing markers to cut passages in the variables of a prompt template.
+    """Restore the markers of cut passages in the variables of a prompt template.
 
-    LlamaIndex's prompt helper cuts long passages. In the filled template, the boundaries of a piece
-    are unknown.
+    LlamaIndex's prompt helper cuts long passages. The boundaries of the pieces are known only
+    before the template is filled.
     """
     return {
         name: close_cut_passages(value) if isinstance(value, str) and name != "query_str" else value

@@ -39,9 +39,9 @@ from blockattn_rag.prompts.markers import strip_markers, wrap
 
 
 def configure(llm: LLM) -> None:
-    """Make ``llm`` the default LLM of LlamaIndex, with its prompt helper and tokenizer.
+    """Set ``llm`` as LlamaIndex's default LLM, with a matching prompt helper and tokenizer.
 
-    Chat engines read their prompt helper from ``Settings``. Without this call, they cut passages
+    Chat engines take their prompt helper from ``Settings``. Without this call, they cut passages
     that do not fit in the context window.
 
     Args:
@@ -55,16 +55,16 @@ def configure(llm: LLM) -> None:
 def encode_prompt_head(
     llm: BlockAttentionLLM, prompt: BasePromptTemplate = DEFAULT_TEXT_QA_PROMPT_SEL
 ) -> None:
-    """Store the KV of the text before the passages in a prompt template.
+    """Encode and store the text before the passages in a prompt template.
 
-    Answers store only the KV of passages. Without this function, the first question of each process
-    computes the text before the passages. If the template puts the question first, nothing is
-    stored.
+    Answering a question stores only passages. Without this function, the first question in each
+    process prefills the text before the passages. If the template puts the question first, nothing
+    is stored.
 
     Args:
         llm: LLM that generates the answers.
-        prompt: Template with ``context_str`` and ``query_str``. Default: LlamaIndex's template for
-            questions.
+        prompt: Template with ``context_str`` and ``query_str``. Default: LlamaIndex's
+            question-answering template.
     """
     query = "\u241equery\u241e"
     head = llm.filled(prompt, context_str=wrap("passage"), query_str=query).context[:1]
@@ -75,16 +75,16 @@ def encode_prompt_head(
 def block_response_synthesizer(
     llm: LLM, response_mode: ResponseMode | str = ResponseMode.COMPACT, **kwargs: Any
 ) -> BaseSynthesizer:
-    """LlamaIndex's ``get_response_synthesizer``, with complete blocks.
+    """Create a response synthesizer that keeps blocks complete (``get_response_synthesizer``).
 
     Args:
         llm: LLM that generates the answers.
         response_mode: Mode of the synthesizer.
-        kwargs: Further arguments of ``get_response_synthesizer``.
+        kwargs: Additional arguments of ``get_response_synthesizer``.
     """
     mode = ResponseMode(response_mode)
     if mode in (ResponseMode.CONTEXT_ONLY, ResponseMode.NO_TEXT):
-        # LlamaIndex would create these with the default LLM instead of this one.
+        # LlamaIndex would create these modes with the default LLM instead of this one.
         shared = ("callback_manager", "streaming", "multimodal")
         own = {name: kwargs[name] for name in shared if name in kwargs}
         return (_CleanContext if mode is ResponseMode.CONTEXT_ONLY else NoText)(llm=llm, **own)
@@ -93,7 +93,7 @@ def block_response_synthesizer(
 
 
 class _CleanContext(ContextOnly):
-    """Synthesizer for ``context_only``, which returns the context without block markers."""
+    """Synthesizer for ``context_only`` that returns the context without block markers."""
 
     def get_response(self, query_str: str, text_chunks: Sequence[str], **kwargs: Any) -> str:
         return "\n\n".join(strip_markers(text) for text in text_chunks)
@@ -116,17 +116,17 @@ def block_query_engine(
     streaming: bool = False,
     **kwargs: Any,
 ) -> BaseQueryEngine:
-    """``index.as_query_engine`` with the postprocessors and synthesizer that reuse passages.
+    """Create a query engine that reuses passages, like ``index.as_query_engine``.
 
     Args:
         index: Index to query.
         llm: LLM that generates the answers.
         order: Order of the passages; see ``BlockKVPostprocessor``.
-        node_postprocessors: Further postprocessors, before ``BlockKVPostprocessor``.
+        node_postprocessors: Additional postprocessors, which run before ``BlockKVPostprocessor``.
         response_mode: Mode of the synthesizer.
-        streaming: Whether answers are streamed.
-        kwargs: Further arguments of ``as_query_engine``, such as ``similarity_top_k`` of the
-            retriever or ``output_cls`` of the synthesizer.
+        streaming: Whether to stream answers.
+        kwargs: Additional arguments of ``as_query_engine``, such as ``similarity_top_k`` for the
+            retriever or ``output_cls`` for the synthesizer.
     """
     # LlamaIndex does not pass these arguments to an existing synthesizer.
     own = {name: kwargs.pop(name) for name in _SYNTHESIS & kwargs.keys()}
@@ -146,7 +146,7 @@ class BlockCitationQueryEngine(CitationQueryEngine):
     Each retrieved node is one source and one stored block. It is not split by
     ``citation_chunk_size``, and its label (``Source 1:``) is outside of the block. The text of a
     source is the content in ``MetadataMode.LLM``, including metadata; ``metadata_mode`` is ignored.
-    With ``multimodal=True``, the engine behaves like its parent class and reuses nothing.
+    With ``multimodal=True``, the engine behaves like its parent class, and passages are not reused.
     """
 
     @classmethod

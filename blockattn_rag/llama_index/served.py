@@ -1,4 +1,4 @@
-"""LLM of a server, through LlamaIndex's own class for OpenAI-compatible servers."""
+"""LLM for models on a server, based on LlamaIndex's class for OpenAI-compatible servers."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ except ModuleNotFoundError as error:
 
 
 class ServedLLM(OpenAILike):
-    """``OpenAILike`` that keeps passages complete. Created by ``served_llm``."""
+    """``OpenAILike`` that keeps passages complete. Create it with ``served_llm``."""
 
     block_template: ClassVar[BlockTemplate] = BLANK_LINE
-    """Text around each passage. Servers always use this one."""
+    """Text around each passage. Servers support only this template."""
 
     _counting: BlockTokenizer | None = PrivateAttr(default=None)
 
@@ -43,7 +43,7 @@ class ServedLLM(OpenAILike):
         return ServerSource(str(self.api_base), self.api_key)
 
     def tokenize(self, text: str) -> list[int]:
-        """Token ids of a text, without block markers and BOS, for counting tokens."""
+        """Tokenize a text without block markers and BOS, to count its tokens."""
         if self._counting is None:
             name = self.model if self.tokenizer is None else self.tokenizer
             given = load_tokenizer(name) if isinstance(name, str) else name
@@ -72,24 +72,24 @@ def served_llm(
     tokenizer: Any = None,
     **llm_fields: Any,
 ) -> ServedLLM:
-    """LLM of a server, such as ``blockattn-rag serve``, which reuses the passages of prompts.
+    """Create an LLM for a server that reuses passages, such as ``blockattn-rag serve``.
 
     Works with ``configure``, ``block_query_engine``, ``BlockKVPostprocessor`` and
-    ``BlockKVTransform(llm=...)``. The field ``blockattn`` of a response's ``raw`` reports the
-    reuse.
+    ``BlockKVTransform(llm=...)``. A response's reuse report is in the field ``blockattn`` of
+    ``raw``.
 
     Args:
         url: Address of the server, such as ``"http://gpu:8000"``.
         model: Name of the model on the server. Default: the server's first model.
-        api_key: API key of the server. Default: ``BLOCKATTN_RAG_API_KEY`` of the environment.
-        tokenizer: Tokenizer of the model, or its name or path, for counting tokens when passages
+        api_key: API key of the server. Default: the environment variable ``BLOCKATTN_RAG_API_KEY``.
+        tokenizer: Tokenizer of the model, or its name or path, used to count tokens when passages
             are packed into the context window. Default: the tokenizer of ``model``.
-        llm_fields: Further fields of ``OpenAILike``. Defaults: ``temperature=0``,
+        llm_fields: Additional fields of ``OpenAILike``. Defaults: ``temperature=0``,
             ``max_tokens=256``, and the server's context window.
 
     Raises:
-        ServingError: The server is unreachable, lacks this package's connector, or has another
-            marker key.
+        ServingError: The server is unreachable, does not have this package's connector, or has
+            another marker key.
     """
     client = ServerClient(url, api_key)
     client.check_markers()

@@ -1,4 +1,4 @@
-"""Base classes of components with a model, whose fields describe how to load it again."""
+"""Base classes of components with a model, which can be reloaded from their fields."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from blockattn_rag.engine.engine import BlockAttentionEngine
 
 
 class SourceComponent(BaseComponent):
-    """A LlamaIndex component with a model, in this process or on a server.
+    """LlamaIndex component with a model, in this process or on a server.
 
-    The fields describe how to load the model again, in another process or from ``to_dict``.
-    Components with live objects cannot be pickled.
+    The fields are sufficient to reload the model, in another process or from ``to_dict``.
+    Components created from a model, engine or store object cannot be pickled.
     """
 
     model_name: str | None = Field(default=None, description="Name or path of the model.")
     tokenizer_name: str | None = Field(
-        default=None, description="Name or path of the tokenizer. None: as model."
+        default=None, description="Name or path of the tokenizer. Default: model_name."
     )
     kv_store: str | None = Field(
-        default=None, description="Directory or address of the KV store. None: memory."
+        default=None, description="Directory or address of the KV store. Default: in memory."
     )
     device_map: str = Field(
         default="auto", description="Device of the model, such as 'cuda:0', or 'auto'."
     )
     model_kwargs: dict[str, Any] = Field(
-        default_factory=dict, description="Further arguments for loading the model."
+        default_factory=dict, description="Additional arguments for loading the model."
     )
-    recipe: str = Field(default="auto", description="How the model runs in block mode.")
+    recipe: str = Field(default="auto", description="Recipe of block mode.")
 
     _source: EngineSource | ServerSource = PrivateAttr()
 
@@ -45,9 +45,9 @@ class SourceComponent(BaseComponent):
     def __getstate__(self) -> dict[str, Any]:
         if live := self._source.live_parts:
             raise pickle.PicklingError(
-                f"This {type(self).__name__} was built from a live {' and '.join(live)}, which "
-                "cannot be sent to another process; pass model_name= and kv_store= (a directory or "
-                "an address), or run the ingestion pipeline without num_workers"
+                f"This {type(self).__name__} was created from live objects ({' and '.join(live)}), "
+                "which cannot be sent to another process; pass model_name= and kv_store= (a "
+                "directory or an address), or run the ingestion pipeline without num_workers"
             )
         return super().__getstate__()
 
@@ -57,7 +57,7 @@ class SourceComponent(BaseComponent):
 
 
 class EngineComponent(SourceComponent):
-    """A LlamaIndex component whose model runs in this process."""
+    """LlamaIndex component whose model runs in this process."""
 
     _source: EngineSource = PrivateAttr()
 

@@ -1,4 +1,4 @@
-"""Structured predictions of the LLM, constrained by a grammar."""
+"""Structured predictions, constrained by a grammar."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ _JSON: TypeAdapter[Any] = TypeAdapter(Any)
 
 
 class StructuredPrediction(LLM):
-    """LLM methods that return objects, for ``output_cls`` and ``as_structured_llm``.
+    """LLM methods that return objects, used by ``output_cls`` and ``as_structured_llm``.
 
-    The schema is appended to the last message, and a grammar constrains the answer to the schema.
+    The schema is appended to the last message, and a grammar enforces it.
 
     Raises:
         IncompleteAnswerError: Raised by calls if the answer was cut off.
@@ -96,7 +96,7 @@ class StructuredPrediction(LLM):
     def _messages_with_schema(
         self, output_cls: type[BaseModel], prompt: BasePromptTemplate, prompt_args: dict[str, Any]
     ) -> Sequence[ChatMessage]:
-        """Format a prompt as messages, with the schema at the end."""
+        """Format a prompt as messages, with the schema appended."""
         expected = PydanticOutputParser(output_cls).get_format_string(escape_json=False)
         messages = [*self._get_messages(prompt, **prompt_args)]
         if not messages or messages[-1].role != MessageRole.USER:
@@ -107,7 +107,7 @@ class StructuredPrediction(LLM):
 
 
 class _PartialObjects:
-    """Parses the steps of a stream as partial objects, and the last step as a complete object."""
+    """Parses a stream's steps as partial objects, and the last step as a complete object."""
 
     def __init__(self, output_cls: type[BaseModel]) -> None:
         self._output_cls = output_cls
@@ -121,7 +121,7 @@ class _PartialObjects:
         try:
             text = step.message.content or ""
             value = _JSON.validate_json(text, experimental_allow_partial="trailing-strings")
-        except ValueError:  # The object has not begun.
+        except ValueError:  # The object has not started yet.
             return
         if isinstance(value, dict) and value != self._last:
             self._last = value

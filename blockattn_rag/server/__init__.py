@@ -1,4 +1,4 @@
-"""Servers: block mode in vLLM, and a client. Names are imported on first use."""
+"""Serving: block mode in vLLM, and a client. Names are imported lazily."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Client of a server: its description, ingestion, and questions through OpenAI's client."""
+"""Client for a server: server info, ingestion, and questions through OpenAI's client."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _COUNTS = ("hits", "misses", "reused_tokens", "computed_tokens")
 
 
 class ServerClient:
-    """A server with this package's connector, such as ``blockattn-rag serve``.
+    """Client for a server that runs this package's connector, such as ``blockattn-rag serve``.
 
     Args:
         url: Address of the server, such as ``"http://gpu:8000"``, with or without ``/v1``.
@@ -62,7 +62,7 @@ class ServerClient:
         self.url = server_url(url)
         api_key = api_key or os.environ.get(API_KEY_VARIABLE) or "none"
         if not api_key.isascii() or not api_key.isprintable() or " " in api_key:
-            # The message does not show the key.
+            # The message omits the key.
             raise ValueError("Invalid API key: expected printable ASCII characters without spaces")
         self.openai = openai.OpenAI(
             base_url=self.openai_url, api_key=api_key, timeout=timeout_s, max_retries=retries
@@ -74,11 +74,11 @@ class ServerClient:
 
     @cached_property
     def info(self) -> ServerInfo:
-        """The server's description, fetched on first use.
+        """Server information, fetched on first use.
 
         Raises:
-            ServingError: The server is unreachable, lacks the connector, or speaks another version
-                of the protocol.
+            ServingError: The server is unreachable, does not have the connector, or uses another
+                protocol version.
         """
         try:
             return ServerInfo.from_dict(self._ask("GET", INFO))
@@ -86,10 +86,10 @@ class ServerClient:
             raise ServingError(f"{self.url}: {error}") from error
 
     def check(self) -> ServerInfo:
-        """Check the server's health, and fetch its description again.
+        """Check the server's health, and refresh ``info``.
 
         Raises:
-            ServingError: The server is unhealthy, or does not answer within 30 seconds; see
+            ServingError: The server is unhealthy or does not respond within 30 seconds; see also
                 ``info``.
         """
         probe = ServerClient(self.url, self.openai.api_key, timeout_s=_CHECK_TIMEOUT_S, retries=0)
@@ -99,12 +99,12 @@ class ServerClient:
             return probe.info
 
     def check_markers(self) -> None:
-        """Raise ServingError if the server has another marker key than this installation."""
+        """Raise ServingError if the server's marker key differs from this installation's."""
         if self.info.marker_key != marker_key_id():
             raise ServingError(
-                f"{self.url} has another marker key, so it would read markers as text; set the "
-                "environment variable BLOCKATTN_RAG_MARKER_KEY to the same value on the server and "
-                "here (docs/security.md)"
+                f"{self.url} has another marker key, so it would treat markers as plain text; set "
+                "the environment variable BLOCKATTN_RAG_MARKER_KEY to the same value on the server "
+                "and here (docs/security.md)"
             )
 
     def encode(
@@ -119,11 +119,11 @@ class ServerClient:
         return pool.encode(texts, show_progress=show_progress, on_progress=on_progress)
 
     def is_stored(self, text: str) -> bool:
-        """Whether a passage is stored. Raises ServingError if the server does not answer."""
+        """Whether a passage is stored. Raises ServingError if the server does not respond."""
         return self.send(EncodeBody((text,), only_look=True)).passages == ("found",)
 
     def send(self, body: EncodeBody) -> EncodeAnswer:
-        """Send one request to encode passages, or to look them up.
+        """Send one request that encodes passages or looks them up.
 
         Raises:
             MissError, ServingError: See ``ServerPool.encode``.
@@ -132,7 +132,7 @@ class ServerClient:
         answer = EncodeAnswer.from_dict(self._ask("POST", ENCODE, fields))
         if len(answer.passages) != len(body.texts):
             raise ProtocolError(
-                f"{self.url} answers for {len(answer.passages)} passages, expected "
+                f"{self.url} returned results for {len(answer.passages)} passages, expected "
                 f"{len(body.texts)}"
             )
         return answer
@@ -148,21 +148,21 @@ class ServerClient:
         schema: Mapping[str, Any] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> tuple[str, ReuseStats]:
-        """Stream the answer to a question, greedily.
+        """Stream the answer to a question, with greedy decoding.
 
         Args:
-            passages: Texts of the passages, in the order of the prompt.
-            mode: Block mode reuses passages, full mode computes everything.
-            take: Function that receives each piece of the answer.
+            passages: Texts of the passages, in prompt order.
+            mode: ``"block"`` reuses passages; ``"full"`` prefills the complete prompt.
+            take: Callback for each piece of the answer.
             max_tokens: Maximum number of tokens in the answer.
             schema: JSON schema that the answer must match.
             chat_template_kwargs: Variables of the model's chat template.
 
         Returns:
-            The finish reason, and the reuse that the server reports, with times of this process.
+            The finish reason, and the server's reuse statistics, with times measured by the client.
 
         Raises:
-            MissError, ServingError: The server does not answer.
+            MissError, ServingError: The server did not return an answer.
         """
         started, first, reason, report = time.perf_counter(), None, "", dict[str, Any]()
         tokens = 0
@@ -201,7 +201,7 @@ class ServerClient:
         schema: Mapping[str, Any] | None,
         chat_template_kwargs: Mapping[str, Any] | None,
     ) -> Iterable[Any]:
-        """Stream an answer: of a chat, or of a completion if the model has no chat template."""
+        """Stream a chat answer, or a completion if the model has no chat template."""
         extra: dict[str, Any] = {FIELD: {"mode": mode}}
         if schema is not None:
             named = {"name": "answer", "schema": dict(schema), "strict": True}
@@ -233,14 +233,14 @@ class ServerClient:
         try:
             return response.json()
         except ValueError as error:
-            raise ProtocolError(f"{self.url} answers without JSON: {error}") from error
+            raise ProtocolError(f"{self.url} did not return JSON: {error}") from error
 
     @contextmanager
     def _translated(self, path: str) -> Iterator[None]:
-        """Raise errors of OpenAI's client as errors of this package.
+        """Convert errors of OpenAI's client to errors of this package.
 
         Raises:
-            MissError: Passages are missing, and the server may not encode them.
+            MissError: Passages are missing, and the server is not allowed to encode them.
             ServingError: The server cannot be reached, rejects the request, or fails.
         """
         try:
@@ -249,13 +249,13 @@ class ServerClient:
             raise self._failure(error, path) from error
         except openai.APITimeoutError as error:
             raise ServingError(
-                f"{self.url} sent nothing for {self.openai.timeout:g} seconds; raise timeout_s, or "
+                f"{self.url} sent no data for {self.openai.timeout:g} seconds; raise timeout_s, or "
                 "reduce the load"
             ) from error
         except openai.APIConnectionError as error:
             raise ServingError(f"Cannot reach {self.url}: {error.__cause__ or error}") from error
         except (openai.APIError, httpx.HTTPError) as error:
-            # The connection failed within a stream.
+            # The connection failed during a stream.
             raise ServingError(f"{self.url} failed in the middle of an answer: {error}") from error
 
     def _failure(self, error: openai.APIStatusError, path: str) -> ServingError | MissError:
@@ -268,7 +268,7 @@ class ServerClient:
             message += f"; pass the server's key as api_key, or set {API_KEY_VARIABLE}"
         if code == 404:
             message = (
-                f"{self.url} has no {path}: this package's connector and endpoint are not "
+                f"{self.url} has no {path}: this package's connector and endpoints are not "
                 "configured (docs/guides/serving_vllm.md)"
             )
         return ServingError(message)
@@ -283,8 +283,8 @@ def server_url(url: str) -> str:
     address = url.strip() if isinstance(url, str) else ""
     if "@" in address:
         raise ValueError(
-            "Found a user or password in the server's address, which appears in messages; pass a "
-            "key as api_key instead"
+            "The server's address contains a user or password, which would appear in messages; "
+            "pass a key as api_key instead"
         )
     try:
         parts = urlsplit(str(httpx.URL(address)))

@@ -1,4 +1,4 @@
-"""Options of the connector: where a server stores blocks, and for whom."""
+"""Options of the connector: stores, tenants, and the recipe."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from blockattn_rag.store import KVStore, RedisStore, open_store
 from blockattn_rag.store.urls import bytes_of, is_cache, lasts
 
 CONNECTOR = "BlockAttentionConnector"
-"""Name of the connector in vLLM, and of its class."""
+"""Name of the connector class, and of the connector in vLLM."""
 
 
 def as_computed(engine: Any) -> tuple[str, str]:
-    """Names, in a config of vLLM, of the type in which its model computes keys and values."""
+    """Values of vLLM's ``cache_dtype`` with which the cache has the model's dtype."""
     return "auto", str(engine.model_config.dtype).removeprefix("torch.")
 
 
@@ -36,7 +36,7 @@ NOT_RECOMPUTING: dict[str, Callable[[Any], bool]] = {
     "--pipeline-parallel-size": lambda engine: engine.parallel_config.pipeline_parallel_size > 1,
     "--kv-cache-dtype": lambda engine: engine.cache_config.cache_dtype not in as_computed(engine),
 }
-"""Options of vLLM with which workers recompute no tokens, and whether a config of vLLM has them."""
+"""vLLM options that prevent workers from recomputing tokens, each with a check of vLLM's config."""
 
 
 def _check_size(size: str) -> str:
@@ -53,27 +53,27 @@ class ServingConfig:
     """Options of the connector, shared by all processes of a server.
 
     Args:
-        store: Path or address of the home store, reachable by every process.
+        store: Path or address of the home store, accessible to every process.
         recipe: ``"auto"``, settings such as ``"fast"``, or a recipe folder that every process can
             read.
-        memory: Size of each rank's cache in main memory, such as ``8GiB``.
-        private_memory: Total memory of all ranks for blocks that must not be stored. ``0``:
-            requests with such blocks are rejected.
-        disk: Folder for a local disk tier between memory and home. None: no disk tier.
+        memory: Size of each rank's cache in host memory, such as ``8GiB``.
+        private_memory: Total memory of all ranks for private blocks, which must not be stored.
+            ``0``: requests with private blocks are rejected.
+        disk: Folder for a local disk tier between memory and home. Default: no disk tier.
         cache: Address of a Redis or Valkey server, such as ``redis://valkey/0``, for a tier that
-            several servers may share. None: no such tier.
+            several servers may share. Default: no cache tier.
         namespace: Namespace of requests without a tenant.
-        read_namespaces: Further namespaces to read from; never written.
-        read_only: Whether the server stores nothing.
+        read_namespaces: Further namespaces to read from. They are never written to.
+        read_only: Whether the server stores no blocks.
         tenant_secret_env: Name of the environment variable with the secret that authenticates
             tenants. The secret itself is not an option, because engines log their options.
-        recognize: Whether the routes for OpenAI clients find stored passages in plain text.
-            ``"system"``: also in system messages. ``"sources"``: as True, and text that chat front
-            ends mark as a source is a passage, even if it is not stored (``prompts/sources.py``).
+        recognize: Whether the OpenAI routes recognize stored passages in plain text. ``"system"``:
+            also in system messages. ``"sources"``: like True, and text that chat front ends mark as
+            a source is a passage even if it is not stored (``prompts/sources.py``).
         kv_dtype: Format in which this server stores blocks.
-        fingerprint: Expected fingerprint of the model. ``serve`` passes it, so that a process does
-            not start if the model's files change during startup. None: not compared.
-        recipe_digest: Expected digest of the recipe. None: not compared.
+        fingerprint: Expected fingerprint of the model. ``serve`` sets it, so that startup fails if
+            the model's files change in the meantime. None: not checked.
+        recipe_digest: Expected digest of the recipe. None: not checked.
     """
 
     store: str
@@ -97,8 +97,8 @@ class ServingConfig:
     def _is_shared(cls, store: str) -> str:
         if not lasts(store):
             raise ValueError(
-                "expected a path or an address that all processes of the server can reach, found "
-                f"{store!r}, which would be separate in each process"
+                "expected a path or an address that all processes of the server can access, found "
+                f"{store!r}, which is private to each process"
             )
         return store
 
@@ -119,34 +119,35 @@ class ServingConfig:
 
     @property
     def tenant_secret(self) -> str | None:
-        """Secret that authenticates tenants; None for a server without tenants."""
+        """Secret that authenticates tenants, or None if the server has no tenants."""
         if self.tenant_secret_env is None:
             return None
         secret = os.environ.get(self.tenant_secret_env, "")
         if not secret:
             raise ValueError(
-                f"tenant_secret_env names the environment variable {self.tenant_secret_env}, "
-                "which is empty; set it to a long random text for every process of the server"
+                f"tenant_secret_env names the environment variable {self.tenant_secret_env}, which "
+                "is empty or not set; set it to a long random string for every process of the "
+                "server"
             )
         return secret
 
     def profile_of(
         self, model: str, dtype: torch.dtype, revision: str | None = None
     ) -> tuple[ModelProfile, Recipe]:
-        """Make the profile of a model that vLLM runs, with its recipe.
+        """Build the profile of a model that vLLM runs, and load its recipe.
 
-        Every process of a server calls this function at startup, and gets the same result. The
-        weight files are not loaded, but hashed once, which takes seconds per 10 GB.
+        Every process of a server calls this at startup, with the same result. Weight files are not
+        loaded, only hashed once, which takes seconds per 10 GB.
 
         Args:
             model: Folder or hub id.
-            dtype: Type in which vLLM computes.
-            revision: Revision of the hub.
+            dtype: Dtype that vLLM computes in.
+            revision: Revision on the hub.
 
         Raises:
             UnsupportedModelError: The model cannot run in block mode.
-            ValueError: The recipe is missing or damaged, does not belong to the model, or cannot be
-                served.
+            ValueError: The recipe is missing, damaged, for another model, or not supported by
+                servers.
             ServingError: The model differs from ``fingerprint``, or the recipe from
                 ``recipe_digest``.
         """
@@ -160,8 +161,8 @@ class ServingConfig:
             if expected is not None and found != expected:
                 raise ServingError(
                     f"The {what} of this process ({found[:12]}) differs from the one that the "
-                    f"server was started with ({expected[:12]}): its files changed, or options of "
-                    "vLLM choose another; start the server again"
+                    f"server was started with ({expected[:12]}): its files changed, or a vLLM "
+                    "option selects another one; restart the server"
                 )
         return profile, recipe
 
@@ -170,12 +171,12 @@ class ServingConfig:
         return bytes_of(self.private_memory)
 
     def private_tokens(self, profile: ModelProfile) -> int:
-        """Number of tokens of a model that ``private_memory`` has room for."""
+        """Number of tokens that fit in ``private_memory``."""
         return self.private_bytes // profile.bytes_per_token
 
     @property
     def encodes(self) -> bool:
-        """Whether this server encodes blocks, for the store or for its memory."""
+        """Whether this server encodes blocks, to store them or to keep them in memory."""
         return not self.read_only or self.private_bytes > 0
 
     @property
@@ -187,8 +188,8 @@ class ServingConfig:
     def nearer_tiers(self, profile: ModelProfile, share: Share) -> list[str | KVStore]:
         """Tiers of a rank before the home, fastest first.
 
-        The name of each tier contains the model and the share, so that other models and ranks
-        cannot read this rank's part of a block.
+        Each tier's name includes the model and the share, so that other models and ranks cannot
+        read this rank's parts of blocks.
         """
         name = f"{profile.fingerprint[:16]}/{share.name}"
         tiers: list[str | KVStore] = [f"memory:{self.memory}"]

@@ -1,4 +1,4 @@
-"""Store keys of a prompt's blocks, and cache salts that separate pages in an engine's cache."""
+"""Store keys of a prompt's blocks, and cache salts that isolate pages in an engine's cache."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _SALT = re.compile(r"ba1-[0-9a-f]{40}")
 
 
 def salt(plan: BlockPlan, profile: ModelProfile, own: str | None = None) -> str:
-    """Cache salt of a request: only requests with equal salts share an engine's pages.
+    """Return the cache salt of a request. Only requests with equal salts share an engine's pages.
 
-    Apart from the token ids, pages depend on the split into blocks, the model, the sink and the
-    adapter, so the salt covers these. It also covers the tenant and which blocks are private, so
-    response times do not reveal the prompts of others.
+    In addition to the token ids, pages depend on the split into blocks, the model, the sink and the
+    adapter, so the salt includes these. It also includes the tenant and the set of private blocks,
+    so response times do not reveal the prompts of other tenants.
     """
     private = [place for place, keep in enumerate(plan.keep) if keep.is_private]
     cut = [plan.op, plan.lengths, private]
@@ -34,27 +34,27 @@ def salt(plan: BlockPlan, profile: ModelProfile, own: str | None = None) -> str:
 
 
 def full_mode_salt(secret: str, namespace: str, given: str | None) -> str:
-    """Secret cache salt of a tenant's requests in full mode.
+    """Return the secret cache salt of a tenant's full-mode requests.
 
-    An engine shares the pages of equal prompts, so without the salt, response times would reveal
-    the prompts of other tenants.
+    Engines share the pages of equal prompts, so without a salt, response times would reveal other
+    tenants' prompts.
     """
     said = json.dumps([PROTOCOL_VERSION, "full", namespace, given])
     return "tenant-" + code(said, secret)
 
 
 def is_salt(cache_salt: object) -> bool:
-    """Whether a cache salt has the form of ``salt``. Clients must not send such salts."""
+    """Whether a cache salt has the format of ``salt``. Clients must not send such salts."""
     return isinstance(cache_salt, str) and _SALT.fullmatch(cache_salt) is not None
 
 
 class BlockId(NamedTuple):
-    """One context block of a prompt.
+    """Context block of a prompt.
 
     Args:
         start: Index of its first token in the prompt.
         digest: ``kv.token_digest`` of the token ids, the sink and the adapter.
-        namespaces: Namespaces to look the block up in, its own first.
+        namespaces: Namespaces to search for the block, its own first.
         keys: Store key of the block in each namespace.
         keep: Where the block may be kept.
     """
@@ -69,7 +69,7 @@ class BlockId(NamedTuple):
 
     @property
     def key(self) -> str:
-        """Store key in its own namespace."""
+        """Store key in the block's own namespace."""
         return self.keys[0]
 
 
@@ -79,14 +79,14 @@ def block_keys(
     profile: ModelProfile,
     read_namespaces: Sequence[str] = (),
 ) -> list[BlockId]:
-    """Identify the context blocks of a prompt, with the same store keys as a local engine.
+    """Compute the store keys of a prompt's context blocks, as a local engine does.
 
-    The first block of a prompt is encoded without sink and adapter, all others with them.
+    The first block of a prompt is encoded without sink and adapter, and all others with them.
 
     Args:
         token_ids: Token ids of the complete prompt. With ``op="encode"``: the sink, unless the
-            block opens a prompt, and the block.
-        read_namespaces: Further namespaces to look blocks up in, in order.
+            block opens a prompt, followed by the block.
+        read_namespaces: Further namespaces to search, in order.
     """
     plan.check_fits(len(token_ids))
     opens_prompt, start = plan.op != "encode", 0

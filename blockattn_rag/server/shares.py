@@ -1,7 +1,7 @@
 """Shares: the heads and layers of each block that one rank of a server reads.
 
 Tensor-parallel ranks split the heads of each layer, and pipeline-parallel ranks split the layers. A
-rank reads only the tensors of its heads, and keeps only its layers.
+rank reads only the tensors of its heads and keeps only its layers.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from blockattn_rag.store.base import KVStore, MaintainedStore, ReadResult, Store
 from blockattn_rag.store.header import Header
 from blockattn_rag.store.layout import LayerShape, Layout, share_of
 
-# Read the ids of up to 1024 tokens together with the header, to save a request.
+# Read up to 1024 token ids together with the header, to save a request.
 _IDS_BYTES = 8 << 10
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Layers of a rank, and its key-value heads in each of these layers."""
+    """A rank's layers, and its key-value heads in each of them."""
 
     layers: range
     heads: tuple[range, ...]
@@ -36,22 +36,22 @@ class Share:
     def of(
         cls, profile: ModelProfile, rank: int = 0, ranks: int = 1, layers: range | None = None
     ) -> Share:
-        """Share of a tensor-parallel rank. With more ranks than heads, ranks share heads.
+        """Create the share of a tensor-parallel rank. If there are more ranks than heads, ranks
+        share heads.
 
         Args:
-            layers: Layers of its pipeline-parallel rank; None for all.
+            layers: Layers of the pipeline-parallel rank. Default: all.
         """
         every = range(profile.num_layers)
         layers = every if layers is None else layers
         if not layers or layers.step != 1 or layers[0] not in every or layers[-1] not in every:
-            raise ValueError(f"Found layers {layers}, expected a part of {every}")
+            raise ValueError(f"Expected a subrange of layers {every}, found {layers}")
         heads = (share_of(rank, ranks, profile.layers[layer].kv_heads) for layer in layers)
         return cls(layers, tuple(heads))
 
     @property
     def name(self) -> str:
-        """Unique name among the shares of a model, such as ``layers-0-32-heads-2-4``, for folders
-        of disk tiers."""
+        """Unique name among a model's shares, such as ``layers-0-32-heads-2-4``, for disk tiers."""
         found = f"layers-{self.layers.start}-{self.layers.stop}"
         if len(set(self.heads)) > 1:
             every = ",".join(f"{heads.start}-{heads.stop}" for heads in self.heads)
@@ -69,13 +69,13 @@ class Share:
         return tuple((len(heads), size, profile.torch_dtype) for heads, size in shapes)
 
     def bytes_per_token(self, profile: ModelProfile) -> int:
-        """Bytes of a token's keys and values in this share, not quantized."""
+        """Return the unquantized size of one token's keys and values in this share, in bytes."""
         outline = self.token_outline(profile)
         return sum(heads * size * dtype.itemsize for heads, size, dtype in outline)
 
     def cut(self, kv: BlockKV) -> BlockKV:
         for layer in self.layers:
-            kv.stored(layer)  # This line waits until the adapter is loaded.
+            kv.stored(layer)  # Waits until the adapter is loaded.
         return kv.with_tensors(
             [
                 [tensor[heads.start : heads.stop].clone() for tensor in kv.tensors(layer)]
@@ -84,8 +84,7 @@ class Share:
         )
 
     def cut_adapter(self, adapter: Correction) -> Correction:
-        """Copy this share of an adapter, for ``Correction.applied``. The copy has another
-        digest."""
+        """Copy this share of an adapter, for ``Correction.applied``. The digest changes."""
         layers = [
             LayerCorrection(*(t[heads.start : heads.stop].clone() for t in adapter.layers[layer]))
             for layer, heads in zip(self.layers, self.heads, strict=True)
@@ -94,16 +93,16 @@ class Share:
 
 
 def open_share(home: KVStore, share: Share, profile: ModelProfile) -> KVStore:
-    """Store of a rank: a ``ShareStore``, or the home itself if the share is the complete block."""
+    """Return a rank's store: a ``ShareStore``, or the home if the share is the complete block."""
     return home if share.is_whole(profile) else ShareStore(home, share, profile)
 
 
 class ShareStore(KVStore):
-    """Read-only view of another store, which returns one rank's share of each block.
+    """Read-only view of another store that returns one rank's share of each block.
 
-    Blocks contain only the heads and layers of the share, and are verified like complete entries. A
-    ``MaintainedStore`` reads only the heads of the share. From other stores, complete entries are
-    read and cut.
+    Blocks contain only the heads and layers of the share, and are verified like complete entries.
+    From a ``MaintainedStore``, only the heads of the share are read; from other stores, complete
+    entries are read and sliced.
     """
 
     def __init__(self, home: KVStore, share: Share, profile: ModelProfile) -> None:
@@ -118,10 +117,10 @@ class ShareStore(KVStore):
         return f"ShareStore({self.home!r}, heads={heads}, layers={self.share.layers})"
 
     def get_many(self, keys: Sequence[str]) -> list[ReadResult]:
-        """Read the shares of entries, with one call to the home.
+        """Read the shares of several entries, with one call to the home.
 
         A result is a CorruptEntryError if the header, the token ids or this share are damaged, and
-        a FingerprintMismatchError if the shape of the block differs from the model's.
+        a FingerprintMismatchError if the block's shape does not match the model.
         """
         if not isinstance(self.home, MaintainedStore):
             return [self._cut(found) for found in self.home.get_many(keys)]
@@ -146,7 +145,7 @@ class ShareStore(KVStore):
         return self.home.stats()
 
     def _refuse(self, what: str) -> NoReturn:
-        raise StoreError(f"Cannot {what} in {self!r}: it is read-only; use {self.home!r} itself")
+        raise StoreError(f"Cannot {what} in {self!r}, which is read-only; use {self.home!r}")
 
     def _choose(self, header: Header) -> dict[int, range]:
         layout = header.layout
@@ -174,6 +173,6 @@ def _layout(profile: ModelProfile, num_tokens: int, quantized: bool) -> Layout:
 
 def _other_shape(key: str) -> FingerprintMismatchError:
     return FingerprintMismatchError(
-        f"The store has keys and values of another shape or dtype under {key} than the model's "
-        "profile says; use the profile of the model that filled the store"
+        f"The keys and values of the entry {key} do not have the shape or dtype of the model's "
+        "profile; use the profile of the model that filled the store"
     )

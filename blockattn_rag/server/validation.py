@@ -1,4 +1,4 @@
-"""Validation of JSON from other processes, such as request bodies and files, with pydantic."""
+"""Validation, with pydantic, of JSON from other processes, such as request bodies and files."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from blockattn_rag.errors import ProtocolError
 from blockattn_rag.store.namespaces import check_namespace
 
 _MOST = 1 << 53
-"""Larger integers are not exact in every JSON library."""
+"""Maximum integer. JSON libraries may not represent larger integers exactly."""
 
 _MOST_FIELDS = 100
-"""pydantic collects an error for each unknown field, so long objects would take seconds."""
+"""Maximum number of fields. pydantic's errors for more unknown fields could take seconds."""
 
 _OTHER_BODY_BYTES = 4 << 20  # Grammars have up to 2 million characters.
 _BODY_BYTES_PER_TOKEN = 64
@@ -41,9 +41,9 @@ _repr.maxstring = _repr.maxother = 80
 
 
 def shown(value: object) -> str:
-    """Value as text for a message, shortened."""
-    if type(value) is int and abs(value) > _MOST:  # Python refuses to print very long integers
-        return f"a number of {value.bit_length()} bits"
+    """Format a value for a message, and truncate it."""
+    if type(value) is int and abs(value) > _MOST:  # Python cannot print very long integers
+        return f"an integer of {value.bit_length()} bits"
     return _repr.repr(value)
 
 
@@ -60,36 +60,36 @@ def parse(kind: type[T], value: object, name: str) -> T:
 
 @cache
 def _adapter(kind: Any) -> TypeAdapter[Any]:
-    """Validator of a type. It is cached, because creating it takes long."""
+    """Return the validator of a type, cached because creating one is slow."""
     return TypeAdapter(kind)
 
 
 def as_object(value: object, name: str) -> dict[str, Any]:
-    """Copy a JSON object. Raises ProtocolError for other values."""
+    """Return a copy of a JSON object. Raises ProtocolError for other values."""
     if not isinstance(value, Mapping):
         raise ProtocolError(f"{name} should be an object, found {shown(value)}")
     return dict(value)
 
 
 def check_version(value: object, field: str, version: int, name: str) -> dict[str, Any]:
-    """Return a JSON object without ``field``, whose value must be ``version``."""
+    """Check that ``field`` of a JSON object is ``version``, and return the object without it."""
     fields = as_object(value, name)
     found = fields.pop(field, None)
     if type(found) is not int or found != version:
         raise ProtocolError(
             f"Found version {shown(found)} of {name}, expected {version}: use releases of this "
-            "package with the same version on both sides"
+            "package that have the same version on both sides"
         )
     return fields
 
 
 def _explained(error: ValidationError, name: str) -> str:
     first = error.errors(include_url=False)[0]
-    # vLLM's models have wrapped validators, which pydantic names function-wrap[...].
+    # vLLM's models use wrapped validators, which pydantic names function-wrap[...].
     *path, last = [part for part in first["loc"] if not str(part).startswith("function-")] or ("",)
     place = name + "".join(f"[{p}]" if type(p) is int else f".{p}" for p in path if p != "")
     if first["type"] == "missing":
-        return f"{place} has no field {last!r}; add it"
+        return f"{place} is missing the field {last!r}; add it"
     if first["type"] == "unexpected_keyword_argument":
         return f"{place} has the unknown field {shown(last)}; remove it"
     place += f"[{last}]" if type(last) is int else f".{last}" * (last != "")
@@ -108,8 +108,8 @@ async def read_json(chunks: AsyncIterable[bytes], max_tokens: int) -> Any:
         body += chunk
         if len(body) > most:
             raise ProtocolError(
-                f"The body has more than {most:,} bytes, the limit for {max_tokens:,} tokens "
-                "(max_model_len); send fewer or shorter texts or blocks, and media by URL"
+                f"The body is larger than {most:,} bytes, the limit for {max_tokens:,} tokens "
+                "(max_model_len); send fewer or shorter texts or blocks, and pass media by URL"
             )
     try:
         return await asyncio.to_thread(json.loads, body)

@@ -1,6 +1,6 @@
-"""Stores of block KV: in memory, on disk, in object stores, in Redis, and in tiers of these.
+"""Stores for the keys and values of blocks: memory, disk, object storage, Redis, and tiers.
 
-Names are imported on first use.
+Names are imported lazily.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from blockattn_rag.store.tiered import TieredStore
 
 DEFAULT_RESIDENT_BYTES = 1 << 30
-"""Size of an engine's cache of blocks on the model's device: 1 GiB."""
+"""Default size of an engine's block cache on the model's device: 1 GiB."""
 
 __all__ = [
     "DEFAULT_MEMORY_BYTES",

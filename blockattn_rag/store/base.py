@@ -1,4 +1,4 @@
-"""Interface of all stores, and the types that stores accept and return."""
+"""Store interface, and the types that stores accept and return."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from blockattn_rag.kv.block_kv import BlockKV, joined_handles, split_handles
 from blockattn_rag.store.header import Header
 
 ReadResult: TypeAlias = BlockKV | StoreError | None
-"""Result of reading one of several entries: the entry, None if it does not exist, or the StoreError
-that ``get`` would raise. Errors are returned, so that one bad entry does not hide the others."""
+"""Result per key of a batch read: the entry, None if it does not exist, or the StoreError that
+``get`` would raise. Returning errors keeps one bad entry from failing the whole batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,14 +24,14 @@ class TierStats:
 
     Args:
         name: ``repr`` of the tier's store.
-        hits: Entries read.
+        hits: Number of entries read.
         read_tokens, read_bytes: Tokens and bytes (keys, values, scales) of the entries read.
         misses: Lookups of absent or damaged entries.
         written: Entries written, including copies of hits in slower tiers.
-        failures: Failed reads and writes. A read of many entries counts once.
+        failures: Failed reads and writes. A batch read counts once.
         skipped: Entries not looked up or written because the breaker was open.
         dropped: Entries not written because the queue was full or the write failed.
-        is_open: Whether the breaker is open now.
+        is_open: Whether the breaker is currently open.
     """
 
     name: str
@@ -52,8 +52,8 @@ class StoreStats:
 
     Args:
         entries: Number of blocks.
-        total_bytes: Total size: of keys and values in a store in memory, of complete entries
-            elsewhere.
+        total_bytes: Total size. An in-memory store counts only keys and values; others count
+            complete entries.
         evictions: Entries evicted since the store object was created.
         refused: Entries not stored because they are larger than the size limit.
         tiers: Stats of each tier of a ``TieredStore``, fastest first.
@@ -67,28 +67,28 @@ class StoreStats:
 
 
 SIDECAR = "sidecar"
-"""Folder of the files in a store."""
+"""Name of the folder that contains a store's sidecar files."""
 
 
 class Sidecar(ABC):
-    """Small immutable files alongside the entries of a store, such as the index of passages.
+    """Small immutable files alongside the entries of a store, such as the passage index.
 
-    A file has a path of several parts, ``"folder/name"``. It is written atomically and never
-    changed, so readers need no lock: a file is complete or absent. All methods raise StoreError if
-    the store fails.
+    Paths have the form ``"folder/name"``. A file is written atomically and never modified, so
+    readers need no lock: a file is either complete or absent. All methods raise StoreError if the
+    store fails.
     """
 
     @abstractmethod
     def names(self, folder: str) -> list[str]:
-        """Paths of all files below a folder, relative to it. Empty if there is no such folder."""
+        """List all files under a folder, as relative paths. Empty if the folder does not exist."""
 
     @abstractmethod
     def read(self, paths: Sequence[str]) -> list[bytes | None]:
-        """Contents of files, in order. None: there is no such file."""
+        """Read files, in the order of ``paths``. None stands for a missing file."""
 
     @abstractmethod
     def write(self, path: str, content: bytes) -> None:
-        """Write a file atomically, replacing any older one."""
+        """Write a file atomically, replacing any existing one."""
 
     @abstractmethod
     def delete(self, path: str) -> None:
@@ -100,21 +100,21 @@ class KVStore(ABC):
 
     A new backend implements ``get`` (or ``get_many``, if reading several entries at once is
     faster), ``put``, ``__contains__``, ``delete``, ``keys`` and ``stats``. The other methods have
-    defaults. Override ``touch`` if the store evicts entries, ``mark_used`` if marking a use is
-    cheaper than ``touch``, and ``sidecar`` to support recognition. A store that ``blockattn-rag
-    store`` maintains derives from ``MaintainedStore``.
+    defaults. Override ``touch`` if the store evicts entries, ``mark_used`` if recording a use is
+    cheaper than ``touch``, and ``sidecar`` to support recognition. Derive from ``MaintainedStore``
+    to support the ``blockattn-rag store`` commands.
     """
 
     records_use: ClassVar[bool] = True
-    """Whether ``touch`` changes the time of use of an entry."""
+    """Whether ``touch`` updates the time at which an entry was last used."""
 
     def get(self, key: str) -> BlockKV | None:
-        """Return the entry of a key, or None. Counts as a use of the entry.
+        """Return the entry for a key, or None. Counts as a use of the entry.
 
         The returned tensors do not change if the entry is later replaced, deleted or damaged.
 
         Raises:
-            CorruptEntryError: The entry is damaged, truncated, or of another format version.
+            CorruptEntryError: The entry is damaged, truncated, or has another format version.
             FingerprintMismatchError: The entry belongs to another text, model or tenant.
             StoreError: The entry cannot be read, or the deadline passed.
         """
@@ -135,21 +135,21 @@ class KVStore(ABC):
 
     @abstractmethod
     def put(self, key: str, kv: BlockKV) -> None:
-        """Store an entry atomically, replacing any older entry of this key.
+        """Store an entry atomically, replacing any existing entry for this key.
 
         Raises:
             ValueError: ``key`` is not the ``store_key`` of ``kv``, or ``kv`` is malformed.
-            StoreError: The entry cannot be written. Or it contains NaN or infinity, and the store
-                is not in the memory of this process.
+            StoreError: The entry cannot be written, or it contains NaN or infinity. In-memory
+                stores accept these values.
         """
 
     @abstractmethod
     def __contains__(self, key: object) -> bool:
-        """Whether the key has an entry. Its content is checked only by ``get``."""
+        """Whether an entry exists for the key. Only ``get`` checks its content."""
 
     @abstractmethod
     def delete(self, key: str) -> bool:
-        """Delete an entry. Returns whether there was one."""
+        """Delete an entry. Returns whether it existed."""
 
     @abstractmethod
     def keys(self) -> Iterator[str]:
@@ -157,12 +157,12 @@ class KVStore(ABC):
 
     @abstractmethod
     def stats(self) -> StoreStats:
-        """Size and counters."""
+        """Return the store's size and counters."""
 
     def touch(self, key: str) -> bool:
         """Mark an entry as used now. Returns whether it exists and appears intact.
 
-        An entry that appears damaged counts as absent, so that its block is computed again.
+        An entry that appears damaged counts as absent, so that its block is encoded again.
         """
         return key in self
 
@@ -172,10 +172,11 @@ class KVStore(ABC):
             self.touch(key)
 
     def claim(self, key: str, handles: Collection[str]) -> bool:
-        """Mark an entry as used now, and add the handles of texts that share it.
+        """Mark an entry as used now, and add the handles of further texts that share it.
 
-        Texts with the same tokens share an entry, which ``gc`` keeps while one of its handles is
-        live. Of two concurrent claims, one may be lost; its block may then be computed again.
+        Texts with the same tokens share an entry, which ``gc`` keeps as long as one of its handles
+        is live. If two claims are concurrent, one may be lost, and its block may later be encoded
+        again.
 
         Returns:
             Whether the entry exists and appears intact.
@@ -184,16 +185,16 @@ class KVStore(ABC):
 
     @property
     def sidecar(self) -> Sidecar | None:
-        """Small files alongside the entries, such as the index of passages. None: not supported."""
+        """Small files alongside the entries, such as the passage index. None if not supported."""
         return None
 
 
 class StoredEntry(NamedTuple):
-    """Entry in a listing of a store.
+    """Entry in a store listing.
 
     Args:
         nbytes: Size of the entry in the store. 0 if its path is not a regular file.
-        used_ns: Time of the last use that the store recorded, in nanoseconds since 1970.
+        used_ns: Last recorded use, in nanoseconds since 1970.
     """
 
     key: str
@@ -202,7 +203,7 @@ class StoredEntry(NamedTuple):
 
 
 class EntryInfo(NamedTuple):
-    """Header and listing of an entry. ``nbytes`` and ``used_ns`` as in ``StoredEntry``."""
+    """Header, size and last use of an entry (``nbytes`` and ``used_ns``: see ``StoredEntry``)."""
 
     header: Header
     nbytes: int
@@ -215,12 +216,12 @@ class EntryInfo(NamedTuple):
 
     @property
     def handles(self) -> tuple[str, ...]:
-        """Handles of the texts that share the entry. Empty if they are unknown."""
+        """Handles of the texts that share the entry. Empty if unknown."""
         return split_handles(self.header.handle)
 
 
 class MaintainedStore(KVStore):
-    """Base class of stores whose entries can be listed, described, swept, and read in part."""
+    """Base class of stores that can list, describe, sweep and partially read their entries."""
 
     @abstractmethod
     def entries(self) -> Iterator[StoredEntry]:
@@ -228,16 +229,16 @@ class MaintainedStore(KVStore):
 
     @abstractmethod
     def describe(self, key: str) -> EntryInfo | None:
-        """Return the header and listing of an entry, or None. Verifies the header's checksum.
+        """Return an entry's header, size and last use, or None. Verifies the header's checksum.
 
         Raises:
             StoreError: See ``get``.
         """
 
     def peek(self, key: str) -> BlockKV | None:
-        """Read an entry like ``get``, without counting as a use.
+        """Read an entry like ``get``, but without recording a use.
 
-        Override it in stores that record reads.
+        Override it in stores whose ``get`` records uses.
         """
         return self.get(key)
 
@@ -246,7 +247,7 @@ class MaintainedStore(KVStore):
         """Delete an entry unless it was used or replaced since ``used_ns``.
 
         Returns:
-            True if it was deleted, False if it was used, None if it was gone.
+            True if it was deleted, False if it was used, None if it no longer existed.
         """
 
     @abstractmethod
@@ -256,7 +257,7 @@ class MaintainedStore(KVStore):
         choose: Callable[[Header], Mapping[int, range]],
         head_bytes: int,
     ) -> list[ReadResult]:
-        """Read some heads of some layers of entries, verified like complete entries.
+        """Read selected heads and layers of entries, verified like complete entries.
 
         The read counts as a use. A remote store first reads the headers of all entries
         concurrently, and then the selected heads.
@@ -264,16 +265,16 @@ class MaintainedStore(KVStore):
         Args:
             choose: Function that returns the heads of each layer to read, given the header. If it
                 raises a StoreError, that error is returned.
-            head_bytes: Number of bytes to read first, which are not read again. A remote store
-                rejects entries with a longer header.
+            head_bytes: Number of bytes in the first read of each entry. A remote store rejects
+                entries with a longer header.
 
         Returns:
-            For each key: the part as a block with the key of the entry, None if there is no entry,
-            or the StoreError that ``get`` would raise.
+            For each key: the selected part, as a block with the entry's key; None if the entry does
+            not exist; or the StoreError that ``get`` would raise.
         """
 
     def leftovers(self) -> Iterator[Path]:
-        """Temporary files of running and of killed writers."""
+        """Iterate over the temporary files of running or killed writers."""
         return iter(())
 
     def claim(self, key: str, handles: Collection[str]) -> bool:
@@ -295,21 +296,21 @@ class MaintainedStore(KVStore):
 
 
 def with_handles(kv: BlockKV, handles: Collection[str]) -> BlockKV:
-    """Add handles to a block, as a copy. A block without handles is returned unchanged."""
+    """Return a copy with added handles. A block without handles is returned unchanged."""
     if not kv.handle:
         return kv
     return replace(kv, handle=joined_handles([*split_handles(kv.handle), *handles]))
 
 
 def is_damage(answer: object) -> bool:
-    """Whether a result is an error of a single bad entry, not of the complete store."""
+    """Whether a result is an error that affects one bad entry, not the whole store."""
     return isinstance(answer, (CorruptEntryError, FingerprintMismatchError))
 
 
 def age_s(used_ns: int, now_ns: int | None = None) -> float:
-    """Seconds between a time (nanoseconds since 1970) and now.
+    """Return the seconds between a time (nanoseconds since 1970) and now.
 
-    A time in the future comes from a wrong clock, so its absolute distance counts: a file that is a
-    few seconds ahead is new, but a file that is a year ahead must not be kept forever.
+    A time in the future comes from a wrong clock, so the absolute difference is returned: a file
+    dated a few seconds ahead is new, but one dated a year ahead must not be kept forever.
     """
     return abs((time.time_ns() if now_ns is None else now_ns) - used_ns) / 1e9

@@ -1,4 +1,4 @@
-"""Validation of keys, of blocks before they are stored, and of tensors in a header."""
+"""Validation of keys, of blocks to be stored, and of the tensors in a header."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.kv.quantization import STEPS, KVScales
 
 Outline = tuple[tuple[int, int, torch.dtype], ...]
-"""``BlockKV.token_outline``: heads, head size and dtype of each layer's keys, then values."""
+"""``BlockKV.token_outline``: heads, head size and dtype per layer, for keys and then for values."""
 
 DTYPES = {
     "F64": torch.float64,
@@ -29,7 +29,7 @@ DTYPES = {
     "I8": torch.int8,  # Only quantized keys and values have this dtype.
     "I64": torch.int64,  # Only token ids have this dtype.
 }
-"""Dtypes of an entry, by their names in safetensors."""
+"""Supported dtypes, by their safetensors names."""
 
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -39,33 +39,30 @@ _KEY = re.compile(r"[0-9a-f]{64}")
 
 
 def is_key(key: object) -> TypeGuard[str]:
-    """Whether ``key`` has the form of a store key: 64 lower-case hex digits."""
+    """Whether ``key`` has the format of a store key: 64 lower-case hex digits."""
     return isinstance(key, str) and _KEY.fullmatch(key) is not None
 
 
 def check_key(key: str) -> str:
     """Return the key unchanged if it is well-formed."""
     if not is_key(key):
-        raise ValueError(f"A store key is 64 hex digits (kv.store_key), found {key!r}")
+        raise ValueError(f"A store key must be 64 hex digits (kv.store_key), found {key!r}")
     return key
 
 
 def check_entry(key: str, kv: BlockKV) -> None:
     """Raise ValueError if ``kv`` is malformed or does not belong under ``key``."""
     if key != kv.key:
-        raise ValueError(
-            f"Found the key {key!r}, expected {kv.key!r}: put a block under "
-            "store_key(kv.fingerprint, kv.digest)"
-        )
+        raise ValueError(f"Found key {key!r}, expected {kv.key!r}: store a block under kv.key")
     check_storable(kv)
 
 
 def check_storable(kv: BlockKV) -> None:
     """Raise ValueError if a block is malformed.
 
-    A block is malformed if it has no layers or no tokens, inconsistent shapes, a dtype that is not
-    floating-point (in a quantized block: not int8, or scales that do not fit), or names that are
-    not text.
+    A block is malformed if it has no layers or tokens, inconsistent shapes, a non-floating-point
+    dtype (for a quantized block: a dtype other than int8, or mismatched scales), or names that are
+    not strings.
     """
     for text in (kv.fingerprint, kv.digest, kv.handle, kv.namespace):
         check_text(text)
@@ -78,31 +75,31 @@ def check_block(kv: BlockKV, key: str, token_ids: Sequence[int], outline: Outlin
     """Check that a block read from a store is the requested block."""
     if kv.key != key:
         raise FingerprintMismatchError(
-            f"The store has another block under {key} (found digest {kv.digest[:12]}, fingerprint "
+            f"The entry {key} contains another block (digest {kv.digest[:12]}, fingerprint "
             f"{kv.fingerprint[:12]})"
         )
     if kv.token_ids.tolist() != [*token_ids]:
         raise FingerprintMismatchError(
-            f"The store has the keys and values of other tokens under {key}"
+            f"The entry {key} contains the keys and values of other tokens"
         )
     if kv.token_outline != outline:
         raise FingerprintMismatchError(
-            f"The store has keys and values of another shape or dtype under {key} than this model; "
-            "a disk tier belongs to one rank of one model"
+            f"The keys and values of the entry {key} do not have this model's shape or dtype; a "
+            "disk tier belongs to one rank of one model"
         )
 
 
 def is_finite(kv: BlockKV) -> bool:
-    """Whether all keys and values are finite. A single NaN or infinity spoils every answer."""
+    """Whether all keys and values are finite. A single NaN or infinity corrupts every answer."""
     if kv.scales is None:
         return all(all_finite(states) for states in (*kv.keys, *kv.values))
-    # The largest magnitude that a scale can give, in the dtype of the dequantized states.
+    # Check the largest magnitude that a scale can produce, in the dequantized dtype.
     scales = (*kv.scales.keys, *kv.scales.values)
     return all(all_finite((scale * STEPS).to(kv.scales.dtype)) for scale in scales)
 
 
 def check_finite(kv: BlockKV, place: object) -> None:
-    """Raise StoreError, which names ``place``, if keys or values are NaN or infinite."""
+    """Raise a StoreError that names ``place`` if keys or values contain NaN or infinity."""
     if not is_finite(kv):
         raise StoreError(
             f"Cannot write {place}: keys or values of the block contain NaN or infinity. The model "
@@ -112,7 +109,7 @@ def check_finite(kv: BlockKV, place: object) -> None:
 
 
 class TensorSpec(NamedTuple):
-    """Dtype, shape and byte range of a tensor. The range counts from the start of the entry."""
+    """Dtype, shape and byte range of a tensor, relative to the start of the entry."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -121,7 +118,7 @@ class TensorSpec(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a tensor of this dtype and shape."""
+        """Size in bytes that the dtype and shape imply."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -148,7 +145,7 @@ def check_states(
                 f"empty; found {list(layer.shape)}"
             )
         if quantized and layer.dtype != torch.int8:
-            raise ValueError(f"Keys and values with scales must be int8; found {layer.dtype}")
+            raise ValueError(f"Quantized keys and values must be int8; found {layer.dtype}")
         if not quantized and not (layer.dtype.is_floating_point and layer.dtype in DTYPE_NAMES):
             raise ValueError(
                 f"Keys and values must be of a floating-point dtype that safetensors supports; "
@@ -171,24 +168,24 @@ def _check_scales(kv: BlockKV, scales: KVScales) -> None:
     expected = [(torch.float32, shape) for shape in shapes]
     if actual != expected:
         raise ValueError(
-            "A quantized block needs float32 scales, of keys [num_kv_heads, 1, head_dim] and of "
-            f"values [num_kv_heads, num_tokens, 1] in each layer; found {actual}, "
-            f"expected {expected}"
+            "A quantized block needs float32 scales in each layer: [num_kv_heads, 1, head_dim] for "
+            f"keys and [num_kv_heads, num_tokens, 1] for values; found {actual}, expected "
+            f"{expected}"
         )
 
 
 def check_text(value: object) -> str:
     if not isinstance(value, str):
         raise ValueError(
-            f"fingerprint, digest, handle and namespace must be text, found {value!r:.80}"
+            f"fingerprint, digest, handle and namespace must be strings, found {value!r:.80}"
         )
-    value.encode()  # Half a surrogate pair raises UnicodeEncodeError, a ValueError.
+    value.encode()  # A lone surrogate raises UnicodeEncodeError, a ValueError.
     return value
 
 
 def all_finite(states: Tensor) -> bool:
-    """Whether all numbers are finite. Takes one pass; only 8-bit numbers are copied."""
+    """Whether all elements are finite. Takes a single pass, and copies only 8-bit tensors."""
     wide = (
         states.float() if states.element_size() == 1 else states
-    )  # `aminmax` does not support 8 bits.
+    )  # `aminmax` does not support 8-bit dtypes.
     return all(bool(torch.isfinite(extreme)) for extreme in torch.aminmax(wide))

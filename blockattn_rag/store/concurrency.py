@@ -1,6 +1,6 @@
-"""Concurrency of stores: reads with deadlines, merged reads, and a write queue.
+"""Concurrency helpers for stores: reads with deadlines, deduplicated reads, and a write queue.
 
-A forked process lacks its parent's threads, so these objects reset themselves in it.
+These objects reset themselves in forked processes, which do not inherit the parent's threads.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class _ForkAware(ABC):
 
     @abstractmethod
     def _renew(self) -> None:
-        """Reset the state: no running threads, no locked locks."""
+        """Reset the object to a state without running threads or held locks."""
 
     @classmethod
     def renew_all(cls) -> None:
@@ -52,7 +52,7 @@ if hasattr(os, "register_at_fork"):
 
 
 class Readers(_ForkAware):
-    """Thread pool for reads. Threads start when they are first needed."""
+    """Thread pool for reads. Threads are started on first use."""
 
     def __init__(self, threads: int, name: str) -> None:
         if threads < 1:
@@ -65,7 +65,7 @@ class Readers(_ForkAware):
         self._lock = threading.Lock()
 
     def start(self, read: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Start a read, or queue it."""
+        """Submit a read, which is queued if all threads are busy."""
         with self._lock:
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix=self._name)
@@ -73,22 +73,22 @@ class Readers(_ForkAware):
 
 
 def deadline(seconds: float) -> float:
-    """Deadline of an operation that starts now, as a time of ``time.monotonic``."""
+    """Return the deadline of an operation that starts now, on the ``time.monotonic`` clock."""
     return time.monotonic() + seconds
 
 
 def remaining(until: float) -> float:
-    """Seconds until a deadline, 0 if it has passed."""
+    """Return the seconds until a deadline, or 0 if it has passed."""
     return max(0.0, until - time.monotonic())
 
 
 def outcome(future: Future[T], until: float, doing: str) -> T:
-    """Result of a read. After the deadline, cancels the read if it is queued, and raises."""
+    """Wait for the result of a read. At the deadline, raise and cancel the read if it is queued."""
     try:
         return future.result(remaining(until))
     except TimeoutError:
         future.cancel()
-        raise StoreError(f"Cannot {doing}: there was no answer before the deadline") from None
+        raise StoreError(f"Cannot {doing}: no response before the deadline") from None
 
 
 def check_seconds(name: str, seconds: float) -> float:
@@ -99,7 +99,7 @@ def check_seconds(name: str, seconds: float) -> float:
 
 
 class SingleFlight(_ForkAware):
-    """Merges concurrent reads, so that no key is read twice at the same time."""
+    """Deduplicates concurrent reads of the same key."""
 
     def _renew(self) -> None:
         self._lock = threading.Lock()
@@ -111,11 +111,11 @@ class SingleFlight(_ForkAware):
         read_many: Callable[[Sequence[str]], Sequence[ReadResult]],
         most_s: float,
     ) -> list[ReadResult]:
-        """Read keys with ``read_many``. For keys that another thread is reading, wait for its
+        """Read keys with ``read_many``. If another thread is already reading a key, wait for its
         result.
 
         Args:
-            most_s: Seconds to wait for other threads' reads. After that, the result is a
+            most_s: Seconds to wait for other threads' reads, after which the result is a
                 StoreError.
         """
         until = deadline(most_s)
@@ -138,7 +138,7 @@ class SingleFlight(_ForkAware):
         return [_answer(awaited[key], until, key) for key in keys]
 
     def forget(self, key: str) -> None:
-        """Prevent later reads of a changing entry from joining a running read."""
+        """Keep later reads from joining a running read, because the entry is about to change."""
         with self._lock:
             self._reads.pop(key, None)
 
@@ -152,7 +152,7 @@ def _answer(read: Future[ReadResult], until: float, key: str) -> ReadResult:
     try:
         return read.result(remaining(until))
     except TimeoutError:
-        return StoreError(f"Cannot read {key}: another thread's read did not end in time")
+        return StoreError(f"Cannot read {key}: another thread's read did not finish in time")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -162,7 +162,7 @@ class _Write:
 
 
 class WriteQueue(_ForkAware):
-    """Queue of blocks that background threads write. It is emptied before a normal exit."""
+    """Queue of blocks for background threads to write. It is drained before a normal exit."""
 
     def __init__(self, max_bytes: int) -> None:
         check_max_bytes(max_bytes)
@@ -171,7 +171,7 @@ class WriteQueue(_ForkAware):
         super().__init__()
 
     def _renew(self) -> None:
-        # The parent writes the queued blocks.
+        # The parent process writes the blocks that are already queued.
         self._changed = threading.Condition()
         self._waiting: dict[str, _Write] = {}
         self._running: set[str] = set()
@@ -185,13 +185,13 @@ class WriteQueue(_ForkAware):
         kv: BlockKV,
         write: Callable[[str, BlockKV], object],
     ) -> bool:
-        """Queue ``write(key, kv)``, replacing any queued write of this key.
+        """Queue ``write(key, kv)``, replacing any queued write for this key.
 
         Args:
-            write: Function that writes the block. Must not raise.
+            write: Function that writes the block. It must not raise.
 
         Returns:
-            False if the queue is full or closed: the block will not be written.
+            False if the queue is full or closed, in which case the block is not written.
         """
         kv = kv.to(torch.device("cpu"))
         queued = _Write(kv, write)
@@ -207,13 +207,13 @@ class WriteQueue(_ForkAware):
         return True
 
     def discard(self, key: str, wait_s: float) -> bool:
-        """Cancel a queued write, or wait until it has ended if it is running.
+        """Cancel a queued write. If it is already running, wait for it to finish.
 
         Args:
             wait_s: Maximum seconds to wait.
 
         Returns:
-            Whether a write was queued.
+            Whether a write was queued or running.
         """
         with self._changed:
             was_queued = self._waiting.pop(key, None) is not None
@@ -227,7 +227,7 @@ class WriteQueue(_ForkAware):
             return self._changed.wait_for(lambda: not self._bytes, wait_s)
 
     def close(self) -> None:
-        """Write the queued blocks, and accept no more."""
+        """Write all queued blocks, and accept no new ones."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -238,7 +238,7 @@ class WriteQueue(_ForkAware):
 
     def _run(self, key: str, queued: _Write) -> None:
         with self._changed:
-            # One write per key at a time: an older write that ends last would undo a newer write.
+            # One write per key at a time: an older write that ends last would undo a newer one.
             self._changed.wait_for(lambda: key not in self._running)
             self._running.add(key)
             is_wanted = self._waiting.get(key) is queued

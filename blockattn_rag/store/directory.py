@@ -49,8 +49,8 @@ _OBJECTS = "objects"
 _SUFFIX = ".safetensors"
 _SHARD = re.compile(r"[0-9a-f]{2}")
 
-# Minimum time between two recorded uses of an entry, by reading and by ``touch``. Recording every
-# hit would make a store that is mostly read slow.
+# Minimum time between two recorded uses of an entry, for reads and for ``touch``. Recording every
+# hit would slow down a store that is mostly read.
 _MARK_READ_S = 60.0
 _MARK_TOUCHED_S = 1.0
 
@@ -58,21 +58,20 @@ _READS_AT_ONCE = 8
 
 
 class DirectoryStore(MaintainedStore):
-    """Store in a directory, for concurrent threads and processes.
+    """Store in a directory. Safe for concurrent use by threads and processes.
 
     An entry is written under a temporary name, flushed to disk and renamed, so every entry is
-    complete even after a crash. A read copies the complete file to memory and verifies it there.
-    New files and folders are private to their owner (0600, 0700).
+    complete even after a crash. A read loads the complete file into memory and verifies it there.
+    New files and folders are accessible only to their owner (0600, 0700).
 
     Args:
-        path: The directory, created if it does not exist.
+        path: Directory of the store, created if it does not exist.
         create: Whether to create the store if it does not exist.
         fsync: Whether to flush each entry to disk. If False, a power failure may lose or damage
-            entries. Reads detect damage, and the blocks are computed again.
-        max_bytes: Size limit of all entries together. The least recently used entries are evicted
-            to stay within it. Applies to writes by this object; several processes may briefly
-            exceed it (``SizeBound``). A block larger than the limit is not stored. None: no
-            limit.
+            entries. Reads detect damage, and the blocks are encoded again.
+        max_bytes: Size limit of all entries together, enforced by evicting the least recently used
+            entries. Applies to writes by this object; several processes may briefly exceed it
+            (``SizeBound``). A block larger than the limit is not stored. Default: no limit.
 
     Raises:
         StoreError: ``path`` is not a store, is a store of another format version, or cannot be
@@ -99,11 +98,11 @@ class DirectoryStore(MaintainedStore):
                 if not self._mark.exists():
                     self._make(create)
                 _check_mark(self._mark)
-        except ValueError as error:  # The path contains a NUL, or half a surrogate pair.
-            raise StoreError(f"No folder can have the name {str(path)!r}: {error}") from error
+        except ValueError as error:  # The path contains a NUL or a lone surrogate.
+            raise StoreError(f"Invalid folder name {str(path)!r}: {error}") from error
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle without the threads; another process starts its own."""
+        """Pickle without the threads, because another process starts its own."""
         return partial(DirectoryStore, self.path, fsync=self.fsync, max_bytes=self.max_bytes), ()
 
     def __repr__(self) -> str:
@@ -135,8 +134,8 @@ class DirectoryStore(MaintainedStore):
     def touch(self, key: str) -> bool:
         """Mark an entry as used now. Returns whether it exists and appears intact.
 
-        Only the header and the size of the file are checked, because a complete check would take as
-        long as reading the file. A damaged or unreadable entry counts as absent.
+        Only the header and the file size are checked, because a complete check would take as long
+        as reading the file. A damaged or unreadable entry counts as absent.
         """
         path = self.entry_path(key)
         try:
@@ -145,7 +144,7 @@ class DirectoryStore(MaintainedStore):
                     return False
                 _read_header(path, file)
                 files.mark_used(file.fileno(), _MARK_TOUCHED_S)
-                # A deletion renames the file first, so check that the path still names this file.
+                # A deletion renames the file first, so check that the path still refers to it.
                 return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
         except StoreError:
             return False
@@ -182,8 +181,8 @@ class DirectoryStore(MaintainedStore):
         return (path.stem for path in self._names() if _is_entry(path))
 
     def entries(self) -> Iterator[StoredEntry]:
-        """All entries. Their time of use is the file's modification time: the time of its last
-        write, touch, or read (recorded once a minute)."""
+        """Iterate over all entries. ``used_ns`` is the file's modification time: its last write,
+        touch, or read (recorded at most once a minute)."""
         for path in self._names():
             if _is_entry(path):
                 with files.explained("look at", path):
@@ -199,7 +198,7 @@ class DirectoryStore(MaintainedStore):
         return StoreStats(len(sizes), sum(sizes), evictions, refused)
 
     def entry_path(self, key: str) -> Path:
-        """Path of the entry of a key. The file may not exist."""
+        """Return the path of a key's entry. The file may not exist."""
         return self._objects / check_key(key)[:2] / f"{key}{_SUFFIX}"
 
     def describe(self, key: str) -> EntryInfo | None:
@@ -227,8 +226,8 @@ class DirectoryStore(MaintainedStore):
         return kv
 
     def _at_once(self, read: Callable[[str], T], keys: Sequence[str]) -> list[T]:
-        """Read concurrently, because a network share answers slowly and checksums of large entries
-        can be computed in parallel."""
+        """Read concurrently: network shares have high latency, and checksums of large entries can
+        be computed in parallel."""
         if len(keys) < 2:
             return [read(key) for key in keys]
         reads = [self._readers.start(read, key) for key in keys]
@@ -249,7 +248,7 @@ class DirectoryStore(MaintainedStore):
             return error
 
     def _write(self, path: Path, content: bytes) -> None:
-        if not self._mark.exists():  # The folder was deleted since it was opened.
+        if not self._mark.exists():  # The folder was deleted after it was opened.
             self._make(create=True)
         if not path.parent.exists():
             files.make_folder(self._objects)
@@ -280,10 +279,10 @@ class DirectoryStore(MaintainedStore):
         """Turn this directory into a store, unless another process has just done so.
 
         A directory that contains only entries is accepted: it is a store whose mark was deleted,
-        for example while others wrote to it. Each entry has its format version in its header.
+        for example while others wrote to it. The header of each entry contains the format version.
         """
         if not create:
-            raise StoreError(f"There is no store at {self.path}: it has no {_MARK}")
+            raise StoreError(f"No store at {self.path}: it has no {_MARK}")
         files.make_folder(self.path, parents=True)
         foreign = next(self._foreign(), None)
         if self._mark.exists():

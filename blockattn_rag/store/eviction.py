@@ -1,4 +1,4 @@
-"""Size limits of stores, and the eviction of entries to stay within them."""
+"""Size limits of stores, and LRU eviction to stay within them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from blockattn_rag.store.base import KVStore, MaintainedStore, StoredEntry, age_
 logger = logging.getLogger("blockattn_rag")
 
 _SHARE = 64  # see SizeBound
-_LOOKS = 3  # Number of attempts to make room while entries are in use.
+_LOOKS = 3  # Attempts to free space while entries are in use.
 
 Remove = Callable[[str, int], bool | None]
-"""Function that deletes the entry of a key unless it was used after a given time; see
+"""Function that deletes a key's entry unless it was used after the specified time; see
 ``MaintainedStore.discard``."""
 
 
@@ -28,7 +28,7 @@ def check_max_bytes(max_bytes: int) -> None:
 
 
 class Refusals:
-    """Counts the entries that are larger than a store's limit, and logs the first."""
+    """Counts entries that exceed a store's size limit, and logs the first."""
 
     def __init__(self, limit: str = "max_bytes") -> None:
         self._limit = limit
@@ -36,14 +36,15 @@ class Refusals:
         self.count = 0
 
     def add(self, store: KVStore, nbytes: int) -> None:
-        """Count an entry of ``nbytes`` bytes that ``store`` does not accept."""
+        """Count an entry of ``nbytes`` bytes that is too large for ``store``."""
         with self._lock:
             self.count += 1
             is_first = self.count == 1
         if is_first:
             logger.warning(
-                "A block of %d bytes does not fit in %r and is not stored, so it is computed again "
-                "each time; raise %s. Further blocks are only counted (stats().refused)",
+                "A block of %d bytes does not fit in %r, so it is not stored and must be encoded "
+                "again for each use; raise %s. Further such blocks are not logged, but counted in "
+                "stats().refused",
                 nbytes,
                 store,
                 self._limit,
@@ -60,10 +61,11 @@ def evict(
     """Delete the least recently used entries until the others take at most ``max_bytes``.
 
     Args:
-        more_bytes: Additional bytes to free, in complete entries, if any entry must be deleted.
+        more_bytes: Additional bytes to free if any entry must be deleted, rounded down to complete
+            entries.
 
     Returns:
-        Bytes of the remaining entries, and the deleted entries.
+        Total size of the remaining entries, and the deleted entries.
     """
     known = [entry for entry in entries if entry.nbytes]
     left, spare = sum(entry.nbytes for entry in known), more_bytes
@@ -80,18 +82,18 @@ def evict(
         removed = remove(entry.key, entry.used_ns)
         if removed:
             deleted.append(entry)
-        if removed is not False:  # The entry was deleted now or before.
+        if removed is not False:  # The entry is gone.
             left -= entry.nbytes
     return left, tuple(deleted)
 
 
 class SizeBound:
-    """Makes room in a store before a write. Callers must hold ``lock``.
+    """Frees space in a store before a write. Callers must hold ``lock``.
 
     Listing all files for each write would be slow in a large store. A writer therefore lists them
-    only after it has written a 64th of the size limit, or if there is no room, and then frees up to
-    a 64th at once. With one writer, a store never exceeds its limit. Each additional writer may
-    exceed the limit by a 64th, or by one larger entry, until a writer lists the files again.
+    only when it has written 1/64 of the size limit or runs out of space, and then frees up to 1/64
+    at once. With one writer, a store never exceeds its limit. Each additional writer may exceed it
+    by 1/64, or by one larger entry, until a writer lists the files again.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -100,7 +102,7 @@ class SizeBound:
         self.lock = threading.Lock()
         self.evictions = 0
         self.refusals = Refusals()
-        self._room = 0  # Bytes that may be written before the files are listed again.
+        self._room = 0  # Bytes to write before listing the files again.
 
     def make_room(
         self,
@@ -108,7 +110,7 @@ class SizeBound:
         entries: Callable[[], Iterable[StoredEntry]],
         remove: Remove,
     ) -> None:
-        """Evict entries, if needed, before a write of ``nbytes`` (at most ``max_bytes``)."""
+        """Evict entries if needed before a write of ``nbytes`` (at most ``max_bytes``)."""
         if nbytes > self._room:
             share, most = self.max_bytes // _SHARE, self.max_bytes - nbytes
             for _ in range(_LOOKS):
@@ -125,9 +127,9 @@ class ShrinkReport:
     """Result of ``shrink``.
 
     Args:
-        left_bytes: Size of the remaining entries.
+        left_bytes: Total size of the remaining entries.
         deleted: Keys of the deleted entries, least recently used first.
-        freed_bytes: Size of the deleted entries.
+        freed_bytes: Total size of the deleted entries.
     """
 
     left_bytes: int
@@ -138,8 +140,8 @@ class ShrinkReport:
 def shrink(store: MaintainedStore, max_bytes: int) -> ShrinkReport:
     """Delete the least recently used entries until the others take at most ``max_bytes``.
 
-    To limit the size permanently, use ``DirectoryStore(path, max_bytes=...)``. Deleted entries are
-    computed again when they are needed. Temporary files are ignored.
+    To limit the size permanently, use ``DirectoryStore(path, max_bytes=...)``. Deleted blocks are
+    encoded again when they are needed. Temporary files are ignored.
 
     Raises:
         StoreError: The store cannot be listed, or an entry cannot be deleted.

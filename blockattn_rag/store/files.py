@@ -1,8 +1,8 @@
-"""Files of a store, which are private to their owner and deleted only if they are not in use.
+"""File operations for stores: private files, and deletion of files that are not in use.
 
-The modification time of a file is the time of its last use. To delete a file by age, it is renamed
-to a temporary name, and its time of use is checked again. A process that used the file in the
-meantime finds it either restored or deleted. This needs no lock, and is safe if a process dies.
+The modification time of a file records its last use. To delete a file by age, it is first renamed
+to a temporary name, and its last use is checked again. If another process has used it in the
+meantime, it is renamed back. This needs no lock and survives crashes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _READ_ONLY = {errno.EACCES, errno.EPERM, errno.EROFS}
 
 @contextlib.contextmanager
 def explained(doing: str, path: Path) -> Iterator[None]:
-    """Turn an OSError into a StoreError that names the path."""
+    """Convert an OSError to a StoreError that names the path."""
     try:
         yield
     except OSError as error:
@@ -46,13 +46,13 @@ def names_in(folder: Path) -> list[str]:
 
 
 def make_folder(path: Path, *, parents: bool = False) -> None:
-    """Create a folder that is private to its owner. An existing folder keeps its mode."""
+    """Create a folder that only its owner can access. An existing folder keeps its mode."""
     path.mkdir(_FOLDER_MODE, parents=parents, exist_ok=True)
 
 
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[FileIO | None]:
-    """Open a regular file for reading. Yields None if the file does not exist."""
+    """Open a regular file for reading. Yields None if it does not exist."""
     with explained("read", path):
         try:
             file = open(path, "rb", buffering=0, opener=_open_at_once)  # noqa: SIM115
@@ -63,30 +63,30 @@ def opened(path: Path) -> Iterator[FileIO | None]:
             mode = os.fstat(file.fileno()).st_mode
             if not stat.S_ISREG(mode):
                 raise CorruptEntryError(
-                    f"{path} is damaged: expected a regular file, found {stat.filemode(mode)!r} "
-                    "(as ls shows it); delete it"
+                    f"{path} is damaged: expected a regular file, found one of mode "
+                    f"{stat.filemode(mode)!r}; delete it"
                 )
             with damage_reported(path):
                 yield file
 
 
 def _open_at_once(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NONBLOCK)  # Opening a pipe without a writer would block.
+    return os.open(path, flags | os.O_NONBLOCK)  # A named pipe would block.
 
 
 def read_whole(file: FileIO) -> Tensor:
     """Read a file into newly allocated memory, uint8 ``[size]``.
 
-    The file is not mapped: shortening a mapped file kills the process that reads it (SIGBUS), and
-    the number of mappings is limited (65,530 on Linux). If a file is shortened while it is read,
-    the tensor is shorter and fails its checksum.
+    The file is not memory-mapped: truncating a mapped file kills the process that reads it
+    (SIGBUS), and the number of mappings is limited (65,530 on Linux). If a file is truncated during
+    the read, the returned tensor is shorter and fails its checksum.
     """
     raw = _memory(os.fstat(file.fileno()).st_size)
     return raw[: _fill(raw.numpy().data, file)]
 
 
 def read_places(file: FileIO, places: Sequence[tuple[int, int]]) -> Tensor:
-    """Read byte ranges (start, stop) of a file and concatenate them; see ``read_whole``."""
+    """Read and concatenate byte ranges (start, stop) of a file; see ``read_whole``."""
     raw = _memory(sum(stop - start for start, stop in places))
     view, at = raw.numpy().data, 0
     for start, stop in places:
@@ -113,13 +113,14 @@ def _fill(view: memoryview, file: FileIO) -> int:
 
 
 def mark_used(descriptor: int, at_most_every_s: float = 0.0) -> None:
-    """Record a use of an open file, unless one was recorded less than ``at_most_every_s`` ago.
+    """Record a use of an open file, unless one was recorded in the last ``at_most_every_s``
+    seconds.
 
     Does nothing in a read-only store.
     """
     if at_most_every_s and age_s(os.fstat(descriptor).st_mtime_ns) < at_most_every_s:
         return
-    now = time.time_ns()  # This time is more precise than the system's own timestamps.
+    now = time.time_ns()  # More precise than the timestamps set by the kernel.
     try:
         os.utime(descriptor, ns=(now, now))
     except OSError as error:
@@ -131,7 +132,7 @@ def remove_unused(path: Path, used_ns: int) -> bool | None:
     """Delete a file unless it was used or replaced since its modification time was ``used_ns``.
 
     Returns:
-        True if it was deleted, False if it was used, None if it was gone.
+        True if it was deleted, False if it was used, None if it no longer existed.
     """
     aside, is_deleted = temporary_name(path), False
     try:
@@ -143,8 +144,8 @@ def remove_unused(path: Path, used_ns: int) -> bool | None:
                 is_deleted = True
         finally:
             if not is_deleted:
-                # A file that was written here meanwhile has the same block, so either file may
-                # stay.
+                # A file written here in the meantime contains the same block, so it may be
+                # replaced.
                 os.replace(aside, path)
     except FileNotFoundError:
         return None
@@ -152,7 +153,7 @@ def remove_unused(path: Path, used_ns: int) -> bool | None:
 
 
 def status_of(path: Path) -> os.stat_result | None:
-    """Status of a file, or of a broken link. None: the path does not exist."""
+    """Return the status of a file or of a broken link, or None if the path does not exist."""
     try:
         return os.stat(path)
     except OSError as error:
@@ -164,7 +165,7 @@ def status_of(path: Path) -> os.stat_result | None:
 
 
 class FolderSidecar(Sidecar):
-    """Files in a folder of a directory store."""
+    """Sidecar files in a folder of a ``DirectoryStore``."""
 
     def __init__(self, root: Path, fsync: bool) -> None:
         self._root = root
@@ -175,7 +176,7 @@ class FolderSidecar(Sidecar):
         return [str(path.relative_to(top)) for path in self._files(top, temporary=False)]
 
     def leftovers(self) -> Iterator[Path]:
-        """Temporary files of running and of killed writers."""
+        """Iterate over the temporary files of running or killed writers."""
         return self._files(self._root, temporary=True)
 
     def read(self, paths: Sequence[str]) -> list[bytes | None]:

@@ -1,4 +1,4 @@
-"""Lookup of blocks that may be stored under one of several keys."""
+"""Lookup of blocks under several candidate keys."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from blockattn_rag.store.checks import Outline, check_block
 
 
 class BlockQuery(Protocol):
-    """A block to look up: its keys, one for each namespace to search, and its token ids."""
+    """Block to look up: its token ids, and one key per namespace to search."""
 
     @property
     def keys(self) -> Sequence[str]: ...
@@ -25,7 +25,7 @@ class LookupResult(NamedTuple):
     """Result of ``find_blocks``.
 
     Args:
-        errors: Errors of damaged or foreign entries, and of failed reads, by key.
+        errors: Errors by key: damaged entries, entries of another block, and failed reads.
     """
 
     blocks: list[BlockKV | None]
@@ -37,10 +37,10 @@ def find_blocks(
     get_many: Callable[[Sequence[str]], Sequence[ReadResult]],
     outline: Outline,
 ) -> LookupResult:
-    """Look blocks up, with one read for the first keys of all blocks, one read for the second keys
-    of the blocks that are still missing, and so on.
+    """Look up blocks with one batch read of all first keys, then one of the second keys of the
+    blocks that are still missing, and so on.
 
-    A damaged entry is a miss, and so is an entry with another block.
+    Damaged entries, and entries that contain another block, count as misses.
     """
     blocks: list[BlockKV | None] = [None] * len(queries)
     errors: dict[str, StoreError] = {}

@@ -1,8 +1,8 @@
-"""Encoding of entries as safetensors files with a checksum of each tensor and of the header.
+"""Encoding of entries as safetensors files, with checksums for each tensor and the header.
 
 These pure functions convert a ``BlockKV`` to bytes and back. ``docs/format.md`` is the
-specification. ``store.layout`` defines the tensors, ``store.header`` the metadata. Stores
-use ``encoded`` and ``decoded``, which check keys and name the place of an entry in errors.
+specification. ``store.layout`` defines the tensors, and ``store.header`` the metadata. Stores use
+``encoded`` and ``decoded``, which also check keys and name the entry's location in errors.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from blockattn_rag.store.layout import TOKEN_IDS, Layout, tensor_name
 
 
 class ByteRange(NamedTuple):
-    """Range of bytes of an entry, counted from its start."""
+    """Byte range in an entry, relative to its start."""
 
     start: int
     stop: int
 
 
 HeadsByLayer = Mapping[int, range]
-"""Part of an entry: layers, and the heads of each. Layers of a group have the same heads."""
+"""Part of an entry: the heads to read, by layer. All layers of a group have the same heads."""
 
 
 def encode(kv: BlockKV) -> bytes:
@@ -62,7 +62,7 @@ def decode(raw: Tensor) -> BlockKV:
     """Decode an entry. Keys and values are views of ``raw``.
 
     Each layer is ``[heads, tokens, dim]``, with contiguous heads. Contents are validated even if
-    all checksums match, because a hostile writer can compute checksums.
+    all checksums match, because an attacker can compute valid checksums.
 
     Args:
         raw: uint8 ``[size]``.
@@ -75,7 +75,7 @@ def decode(raw: Tensor) -> BlockKV:
 
 
 def ranges(header: Header, part: HeadsByLayer) -> list[ByteRange]:
-    """Byte ranges of the token ids and of a part, sorted and merged."""
+    """Return the byte ranges of the token ids and of a part, sorted and merged."""
     merged: list[ByteRange] = []
     for start, stop in (header.places[name][2:] for name in _names(header, part)):
         if merged and merged[-1].stop == start:
@@ -85,7 +85,7 @@ def ranges(header: Header, part: HeadsByLayer) -> list[ByteRange]:
 
 
 def decode_part(header: Header, part: HeadsByLayer, data: Tensor) -> BlockKV:
-    """Decode a part of an entry, as a block with the entry's key.
+    """Decode part of an entry as a block with the entry's key.
 
     Args:
         data: Concatenated bytes of ``ranges``, uint8. Keys and values may be views of it.
@@ -95,8 +95,8 @@ def decode_part(header: Header, part: HeadsByLayer, data: Tensor) -> BlockKV:
         stop = at + header.places[name].nbytes
         tensors[name] = _verified(header, name, data[at:stop])
         at = stop
-    # Copy the token ids: a view would keep all keys and values in memory after they moved to a
-    # device.
+    # Copy the token ids: a view would keep all keys and values in host memory after they have been
+    # moved to a device.
     token_ids = tensors[TOKEN_IDS].clone()
     if token_ids.min() < 0:
         raise FormatError(f"found token id {int(token_ids.min())}, expected 0 or more")
@@ -117,7 +117,7 @@ def decode_part(header: Header, part: HeadsByLayer, data: Tensor) -> BlockKV:
 
 
 def check_entry_key(key: str, entry: BlockKV | Header, place: object) -> None:
-    """Raise FingerprintMismatchError if the entry at ``place``, under ``key``, has another key."""
+    """Raise FingerprintMismatchError if the entry at ``place`` does not have this key."""
     if entry.key != key:
         raise FingerprintMismatchError(
             f"{place} contains the entry of another text, model or tenant, whose key is "
@@ -126,14 +126,14 @@ def check_entry_key(key: str, entry: BlockKV | Header, place: object) -> None:
 
 
 def encoded(key: str, kv: BlockKV, place: object) -> bytes:
-    """Encode an entry as bytes, after checking that ``kv`` belongs under ``key``."""
+    """Encode a block as bytes, after checking that it belongs under ``key``."""
     checks.check_entry(key, kv)
     checks.check_finite(kv, place)
     return encode(kv)
 
 
 def decoded(key: str, raw: Tensor, place: object) -> BlockKV:
-    """Decode the entry of ``key`` from bytes read from ``place``, uint8 ``[size]``."""
+    """Decode the entry of ``key`` from the bytes at ``place``, uint8 ``[size]``."""
     with damage_reported(place):
         kv = decode(raw)
     check_entry_key(key, kv, place)
@@ -142,7 +142,7 @@ def decoded(key: str, raw: Tensor, place: object) -> BlockKV:
 
 @contextmanager
 def damage_reported(place: object) -> Iterator[None]:
-    """Turn a FormatError into a CorruptEntryError that names the place of the entry."""
+    """Convert a FormatError to a CorruptEntryError that names the entry's location."""
     try:
         yield
     except FormatError as error:
@@ -164,7 +164,7 @@ def _names(header: Header, part: HeadsByLayer) -> list[str]:
 
 
 def _verified(header: Header, name: str, raw: Tensor) -> Tensor:
-    """Check a tensor's bytes, and return them as a view or, if they are not aligned, a copy."""
+    """Verify a tensor's bytes. Returns a view of them, or a copy if they are not aligned."""
     if checksum(raw.numpy().data) != header.checksums[name]:
         raise FormatError(f"its {name} is damaged: the checksum does not match")
     dtype, shape = header.places[name][:2]
@@ -176,7 +176,7 @@ def _verified(header: Header, name: str, raw: Tensor) -> Tensor:
 
 
 def _stacked(heads: Sequence[Tensor]) -> Tensor:
-    """Stack tensors of one shape to ``[tensors, …]``, as a view if they are evenly spaced."""
+    """Stack tensors of equal shape into ``[tensors, …]``, as a view if they are evenly spaced."""
     first, offsets = heads[0], [head.storage_offset() for head in heads]
     step = offsets[1] - offsets[0] if len(heads) > 1 else first.numel()
     is_even = step > 0 and offsets == [offsets[0] + n * step for n in range(len(heads))]

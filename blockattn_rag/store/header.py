@@ -1,7 +1,7 @@
-"""Header of an entry: metadata and places of the tensors in a safetensors file.
+"""Header of an entry: metadata, and the locations of tensors in a safetensors file.
 
-The safetensors library writes files. It cannot read the metadata or single tensors of a file that
-is not on a local disk, so headers are parsed here.
+Files are written with the safetensors library. It can read metadata and single tensors only from
+local files, so headers are parsed here.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ _LENGTH_BYTES = 8
 _MOST_HEADER_BYTES = 1 << 22
 _MOST_TEXT_BYTES = 1024
 _TEXTS = ("fingerprint", "digest", "handle", "namespace")
-_HEADER = "header"  # Name of the header's own checksum.
+_HEADER = "header"  # Metadata field with the checksum of the header.
 
 Buffer = bytes | bytearray | memoryview
 
 
 class FormatError(ValueError):
-    """Raised for bytes that are not a complete, undamaged entry of this format version."""
+    """Raised if bytes are not a complete and intact entry of this format version."""
 
 
 class Header(NamedTuple):
     """Header of an entry.
 
     Args:
-        dtype: Dtype of keys and values. In an int8 entry: their dtype before quantization.
-        places: Dtype, shape and place of each tensor. Offsets count from the start of the entry.
+        dtype: Dtype of keys and values; in an int8 entry, the dtype before quantization.
+        places: Dtype, shape and byte range of each tensor, relative to the start of the entry.
         checksums: Checksum of each tensor.
     """
 
@@ -63,7 +63,7 @@ class Header(NamedTuple):
 
     @property
     def kv_dtype(self) -> str:
-        """``"int8"``, or ``"model"`` for keys and values as the model computes them."""
+        """``"int8"``, or ``"model"`` for unquantized keys and values."""
         return "int8" if self.layout.quantized else "model"
 
 
@@ -77,7 +77,7 @@ def read_header(file: BinaryIO | FileIO, size: int) -> Header:
 
 
 def header_end(head: Buffer) -> int:
-    """Number of bytes before the tensors."""
+    """Return the number of bytes before the tensors."""
     if len(head) < _LENGTH_BYTES:
         raise FormatError(f"found {len(head)} bytes, expected at least {_LENGTH_BYTES}")
     length = int.from_bytes(head[:_LENGTH_BYTES], "little")
@@ -109,12 +109,12 @@ def parse_header(head: Buffer, size: int) -> Header:
 
 
 def metadata(kv: BlockKV, layout: Layout, checksums: Mapping[str, str]) -> dict[str, str]:
-    """Metadata of a block's entry."""
+    """Build the metadata of a block's entry."""
     texts = {name: getattr(kv, name) for name in _TEXTS}
     if (length := len(json.dumps(texts))) > _MOST_TEXT_BYTES:
         raise ValueError(
-            f"fingerprint, digest, handle and namespace take {length} bytes, which does not fit in "
-            f"a header: expected at most {_MOST_TEXT_BYTES}"
+            f"fingerprint, digest, handle and namespace take {length} bytes together: expected at "
+            f"most {_MOST_TEXT_BYTES}"
         )
     groups = {layer: n for n, group in enumerate(layout.groups) for layer in group.layers}
     dtype = kv.keys[0].dtype if kv.scales is None else kv.scales.dtype
@@ -135,7 +135,7 @@ def checksum(content: Buffer) -> str:
 
 
 def _header_checksum(about: Mapping[str, str], layout: Layout) -> str:
-    """Checksum of the metadata, and of the names, dtypes and shapes of the tensors."""
+    """Compute the checksum of the metadata and of the tensors' names, dtypes and shapes."""
     shapes = {name: [checks.DTYPE_NAMES[d], *shape] for name, (d, shape) in layout.tensors.items()}
     return checksum(json.dumps([about, shapes], sort_keys=True, separators=(",", ":")).encode())
 
@@ -151,7 +151,7 @@ def _described(about: dict[str, Any], fields: dict[str, Any], start: int, size: 
     end = start
     for place in sorted(places.values(), key=lambda place: place.start):
         if place.start != end or place.stop - end != place.nbytes:
-            raise ValueError("its tensors overlap, leave gaps, or have sizes other than their data")
+            raise ValueError("its tensors overlap, leave gaps, or do not match their data's sizes")
         end = place.stop
     if end != size:
         raise FormatError(f"its header describes {end} bytes, found {size}")
@@ -159,14 +159,14 @@ def _described(about: dict[str, Any], fields: dict[str, Any], start: int, size: 
         raise FormatError("its header is damaged: its checksum does not match")
     dtype = checks.DTYPES[about["dtype"]]
     if not dtype.is_floating_point or not (layout.quantized or dtype == layout.layers[0].key_dtype):
-        raise ValueError(f"found the dtype {dtype}, which is not the dtype of its keys")
+        raise ValueError(f"found dtype {dtype}, which does not match its keys")
     checksums = {name: about[name] for name in places}
     fingerprint, digest, handle, namespace = (about[name] for name in _TEXTS)
     return Header(fingerprint, digest, handle, namespace, dtype, layout, places, checksums)
 
 
 def _layout(about: Mapping[str, str], places: Mapping[str, TensorSpec]) -> Layout:
-    """Layout of the tensors. The caller checks that it has these tensors and no others."""
+    """Infer the layout. The caller checks that the entry contains exactly its tensors."""
     quantized = {"model": False, "int8": True}[about["kv_dtype"]]
     (num_tokens,) = places[TOKEN_IDS].shape
     shapes, keys, values = list[LayerShape](), list[TensorSpec](), list[TensorSpec]()
@@ -187,7 +187,7 @@ def _layout(about: Mapping[str, str], places: Mapping[str, TensorSpec]) -> Layou
 
 def _place(field: Any, start: int) -> TensorSpec:
     if field.keys() != {"dtype", "shape", "data_offsets"}:
-        raise ValueError(f"found the fields {[*field]!r:.80} of a tensor")
+        raise ValueError(f"found unexpected tensor fields {[*field]!r:.80}")
     first, last = map(_whole, field["data_offsets"])
     shape = tuple(map(_whole, field["shape"]))
     return TensorSpec(checks.DTYPES[field["dtype"]], shape, start + first, start + last)
@@ -195,12 +195,12 @@ def _place(field: Any, start: int) -> TensorSpec:
 
 def _whole(number: object) -> int:
     if type(number) is not int or number < 0:
-        raise ValueError(f"found the size {number!r:.80}, expected a whole number")
+        raise ValueError(f"found size {number!r:.80}, expected a non-negative integer")
     return number
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     fields = dict(pairs)
     if len(fields) != len(pairs):
-        raise ValueError("found a name twice")
+        raise ValueError("found a duplicate name")
     return fields

@@ -1,7 +1,7 @@
-"""Layout of an entry's tensors, which follows from the shapes of a block (``docs/format.md``).
+"""Layout of an entry's tensors, derived from the shapes of its block (``docs/format.md``).
 
-Layers of equal shape and dtype form a group. Each head of a group has one tensor of keys and one
-tensor of values, so that a tensor-parallel rank reads complete tensors, and can verify each read.
+Layers of equal shape and dtype form a group. Each head of a group has one key tensor and one value
+tensor, so that a tensor-parallel rank reads complete tensors and can verify their checksums.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SCALES = ("key_scales", "value_scales")
 
 
 class LayerShape(NamedTuple):
-    """Key-value heads of a layer, their sizes, and the stored dtypes."""
+    """Number of key-value heads of a layer, head sizes, and stored dtypes."""
 
     heads: int
     key_size: int
@@ -31,15 +31,15 @@ class LayerShape(NamedTuple):
 
 
 class LayerGroup(NamedTuple):
-    """Layers of equal shape: their indices, in order."""
+    """Layers of equal shape, with their indices in ascending order."""
 
     shape: LayerShape
     layers: tuple[int, ...]
 
 
-@dataclass(frozen=True)  # Without slots, because of the cached properties.
+@dataclass(frozen=True)  # No slots, because of the cached properties.
 class Layout:
-    """Shapes of an entry."""
+    """Shapes and dtypes of an entry's tensors."""
 
     num_tokens: int
     layers: tuple[LayerShape, ...]
@@ -55,12 +55,12 @@ class Layout:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Kinds of tensors that each head has."""
+        """Types of tensors that each head has."""
         return (*_KINDS, *_SCALES) if self.quantized else _KINDS
 
     @cached_property
     def groups(self) -> tuple[LayerGroup, ...]:
-        """Groups of layers, in the order of their first layers."""
+        """Groups of layers, ordered by their first layers."""
         groups: dict[LayerShape, list[int]] = {}
         for layer, shape in enumerate(self.layers):
             groups.setdefault(shape, []).append(layer)
@@ -73,9 +73,9 @@ class Layout:
 
     @property
     def most_header_bytes(self) -> int:
-        """Upper bound of the header's size in bytes, including its length field.
+        """Upper bound of the header size in bytes, including the length field.
 
-        It does not depend on the number of tokens.
+        Does not depend on the number of tokens.
         """
         return 3072 + 8 * len(self.layers) + 256 * len(self.tensors)
 
@@ -85,7 +85,7 @@ class Layout:
             specs = {
                 "keys": (shape.key_dtype, (count, tokens, shape.key_size)),
                 "values": (shape.value_dtype, (count, tokens, shape.value_size)),
-                # Keys have a scale per channel, values per token.
+                # Keys have one scale per channel, values one per token.
                 "key_scales": (torch.float32, (count, shape.key_size)),
                 "value_scales": (torch.float32, (count, tokens)),
             }
@@ -100,9 +100,9 @@ def tensor_name(head: int, kind: str, group: int) -> str:
 
 
 def share_of(rank: int, ranks: int, count: int) -> range:
-    """Indices of a rank's heads or layers, out of ``count``.
+    """Return the indices of the heads or layers of a rank, out of ``count``.
 
-    With more ranks than heads, neighboring ranks have the same head, as in engines that replicate
+    If there are more ranks than heads, neighboring ranks share a head, as in engines that replicate
     key-value heads.
     """
     if not 0 <= rank < ranks or count < 1:

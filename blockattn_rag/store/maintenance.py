@@ -1,7 +1,7 @@
-"""Maintenance of a store: finding damaged entries, and deleting unreferenced entries.
+"""Store maintenance: detecting damaged entries, and deleting unreferenced ones.
 
-Entries are processed in parallel, while the store is listed. Neither memory use nor the length of a
-report grows with the store.
+Entries are processed in parallel while the store is being listed. Memory use and report size do not
+grow with the store.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 GRACE_S = 3600.0
-"""Default grace period of ``gc`` in seconds. An ingestion stores blocks before their passages."""
+"""Default grace period of ``gc`` in seconds, because ingestions store blocks before passages."""
 
 MOST_NAMES = 100
 """Maximum number of names in a ``Tally``."""
 
 _HEADERS_AT_ONCE = 16
-_WHOLE_AT_ONCE = 4  # Each entry is read into memory completely.
+_WHOLE_AT_ONCE = 4  # Complete entries are read into memory.
 
 
 @dataclass(slots=True)
 class Tally:
-    """Count of entries or files, with the names of the first ``MOST_NAMES``.
+    """Number of entries or files, and the names of the first ``MOST_NAMES`` of them.
 
     Args:
-        first: Remark by name. Names are keys, or paths of temporary files.
+        first: Maps names to reasons. Names are keys, or paths of temporary files.
     """
 
     count: int = 0
@@ -61,12 +61,12 @@ class VerifyReport:
         ok: Number of intact entries.
         total_bytes: Size of the intact entries in the store.
         skipped: Number of entries outside the sample.
-        damaged: Entries that cannot be used, and why.
-        unread: Entries that could not be read, for example for lack of memory or permission. They
-            may be intact, and are never deleted.
+        damaged: Unusable entries, with reasons.
+        unread: Entries that could not be read, for example because of missing permissions or
+            insufficient memory. They may be intact, and are never deleted.
         deleted: Number of damaged entries that were deleted.
-        errors: Damaged entries that could not be deleted, and why.
-        leftovers: Temporary files of running or killed writers. ``gc`` removes old files.
+        errors: Damaged entries that could not be deleted, with reasons.
+        leftovers: Temporary files of running or killed writers. ``gc`` deletes old ones.
     """
 
     ok: int
@@ -81,18 +81,19 @@ class VerifyReport:
 
 @dataclass(frozen=True, slots=True)
 class GcReport:
-    """Result of ``gc``. With ``dry_run``, the result that ``gc`` would have had.
+    """Result of ``gc``. With ``dry_run``, the result of an equivalent real run.
 
     Args:
-        kept: Number of entries that are referenced.
-        kept_young: Number of unreferenced entries that were used within the grace period.
-        deleted: Deleted entries, and why.
-        expired: Number of deleted entries that were referenced, but not used for ``ttl_s``.
-        freed_bytes: Size of everything deleted.
+        kept: Number of referenced entries that were kept.
+        kept_young: Number of unreferenced entries that were kept because of the grace period.
+        deleted: Deleted entries, with reasons.
+        expired: Number of referenced entries that were deleted because they had not been used for
+            ``ttl_s``.
+        freed_bytes: Total size of deleted entries and files.
         leftovers: Deleted temporary files.
-        errors: Entries and files that could not be read or deleted, and why.
-        dry_run: Whether the call only reported.
-        other: Number of ignored entries of other namespaces.
+        errors: Entries and files that could not be read or deleted, with reasons.
+        dry_run: Whether nothing was actually deleted.
+        other: Number of entries that were ignored because they are in other namespaces.
     """
 
     kept: int
@@ -107,11 +108,11 @@ class GcReport:
 
 
 class _Verdict(NamedTuple):
-    """Result of ``verify`` or ``gc`` for an entry.
+    """Result of ``verify`` or ``gc`` for one entry.
 
     Args:
-        outcome: Name of the counter that the entry belongs to.
-        nbytes: Size of the entry if it adds to a total, else 0.
+        outcome: Name of the counter to increment.
+        nbytes: Size of the entry if it counts toward the total, else 0.
         reason: Why the entry is damaged, could not be read, or was deleted.
         error: Why the entry could not be checked or deleted.
     """
@@ -128,8 +129,7 @@ def _added_up(
     note: Callable[[_Verdict], None],
     progress: Callable[[int], None] | None,
 ) -> tuple[Counter[str], int, Tally]:
-    """Counts of outcomes, sum of bytes, and errors. Calls ``note`` for each verdict with a
-    reason."""
+    """Return outcome counts, total bytes, and errors. Calls ``note`` for verdicts with a reason."""
     counts: Counter[str] = Counter()
     nbytes, errors = 0, Tally()
     for done, verdict in enumerate(verdicts, start=1):
@@ -153,16 +153,16 @@ def verify(
     seed: int = 0,
     on_damage: Callable[[str, str], None] | None = None,
 ) -> VerifyReport:
-    """Read and verify complete entries, alongside readers and writers.
+    """Read and verify complete entries. Safe to run alongside readers and writers.
 
-    Times of use stay unchanged.
+    Does not count as a use of the entries.
 
     Args:
-        progress: Called after each entry with the number of checked entries.
-        delete_damaged: Whether to delete damaged entries, so that a later ingestion computes them
+        progress: Called after each entry with the number of entries checked so far.
+        delete_damaged: Whether to delete damaged entries, so that a later ingestion encodes them
             again. Entries that were replaced in the meantime are kept.
         sample: Fraction of the entries to read, more than 0 and at most 1. Keys are divided into
-            ``ceil(1 / sample)`` parts, of which one is read.
+            ``ceil(1 / sample)`` parts, and one of them is read.
         seed: Number of the part to read. Runs with consecutive seeds cover all entries.
         on_damage: Called with the key and the reason of each damaged or unreadable entry. The
             report names only the first ``MOST_NAMES``.
@@ -173,13 +173,13 @@ def verify(
     """
     if not 0 < sample <= 1:
         raise ValueError(f"sample must be more than 0 and at most 1, found {sample!r}")
-    parts = math.ceil(1 / sample - 1e-9)  # This tolerates rounding of the division.
+    parts = math.ceil(1 / sample - 1e-9)  # The epsilon absorbs rounding errors.
     skipped = 0
     damaged, unread, leftovers = Tally(), Tally(), Tally()
 
     def sampled() -> Iterator[StoredEntry]:
         nonlocal skipped
-        for entry in store.entries():  # The parts have equal sizes, because keys are digests.
+        for entry in store.entries():  # Keys are digests, so parts have equal sizes.
             if int(entry.key[-15:], 16) * parts >> 60 == seed % parts:
                 yield entry
             else:
@@ -241,28 +241,27 @@ def gc(
     """Delete unreferenced entries (mark and sweep). Safe to run alongside an ingestion.
 
     An entry is deleted if none of its handles is in ``live_handles``, and its last *use* was more
-    than ``grace_s`` seconds ago. Uses are writes, reads (recorded once a minute), and being found
-    by an ingestion. An entry that is used in the meantime is kept. If a deleted entry is needed
-    later, its block is computed again.
+    than ``grace_s`` seconds ago. Writes, reads (recorded at most once a minute) and cache hits
+    during ingestion count as uses. An entry that is used while ``gc`` runs is kept. If a deleted
+    entry is needed later, its block is encoded again.
 
     Texts with the same tokens share an entry, which has the handles of all ingested texts
-    (``KVStore.claim``). Entries without a handle, encoded by a server or shared by many texts, are
-    deleted only by ``ttl_s``. An object store records only writes. In an object store, ``gc`` may
-    therefore delete an old entry that a running ingestion reuses, if the ingestion adds the passage
-    after ``live_handles`` were read.
+    (``KVStore.claim``). Entries without a handle, which were encoded by a server or are shared by
+    many texts, are deleted only by ``ttl_s``. Object stores record only writes, so ``gc`` may
+    delete an old entry that a running ingestion reuses, if the ingestion adds the passage after
+    ``live_handles`` was collected.
 
     Args:
-        live_handles: Set of the handles (``BlockKV.handle``) of all referenced blocks. None: all
-            blocks are referenced, so only ``ttl_s`` deletes entries.
-        progress: Called after each entry with the number of processed entries.
-        grace_s: Grace period in seconds. Must exceed the age of ``live_handles``, and the time
-            between storing a block and referring to it in an ingestion. 0 also deletes the
-            temporary files of running writers, whose ``put`` then raises StoreError.
-        ttl_s: Seconds after which unused entries are deleted even if they are referenced.
-        namespaces: Namespaces to process, each including its private blocks; entries of others are
-            ignored. None: all namespaces.
+        live_handles: Handles (``BlockKV.handle``) of all referenced blocks. None: all blocks count
+            as referenced, so only ``ttl_s`` deletes entries.
+        progress: Called after each entry with the number of entries processed so far.
+        grace_s: Grace period in seconds. Must exceed the age of ``live_handles``, and the time from
+            storing a block to adding its passage in an ingestion. 0 also deletes the temporary
+            files of running writers, whose ``put`` then raises StoreError.
+        ttl_s: Seconds after which unused entries are deleted, even if they are referenced.
+        namespaces: Namespaces to process, including their private blocks. Default: all namespaces.
         dry_run: Whether to report without deleting.
-        force: Whether to accept an empty ``live_handles``, which may delete every entry that has a
+        force: Whether to allow an empty ``live_handles``, which may delete every entry that has a
             handle.
 
     Raises:
@@ -271,13 +270,13 @@ def gc(
     """
     if live_handles is not None and not live_handles and not force:
         raise ValueError(
-            "Found no live handle, so every entry would be deleted: collect the handles from all "
+            "live_handles is empty, so every entry would be deleted: collect the handles from all "
             "vector stores that use this store, or pass force=True"
         )
     if ttl_s is not None and ttl_s < grace_s:
         raise ValueError(
             f"The time to live ({ttl_s:g} s) is shorter than the grace period ({grace_s:g} s), "
-            "within which nothing is deleted; shorten the grace period too"
+            "during which nothing is deleted; shorten the grace period too"
         )
     deleted, leftovers = Tally(), Tally()
 
@@ -317,8 +316,8 @@ def gc(
 def _outcome(
     info: EntryInfo, live_handles: Collection[str] | None, grace_s: float, ttl_s: float | None
 ) -> tuple[str, str]:
-    """Counter of ``gc`` that an entry belongs to, and the reason if the entry is to be deleted."""
-    handles = info.handles  # Entries that a server encoded have no handles.
+    """Return the ``gc`` counter for an entry, and the reason if the entry should be deleted."""
+    handles = info.handles  # Entries encoded by a server have no handles.
     is_live = (
         live_handles is None or not handles or any(handle in live_handles for handle in handles)
     )
@@ -334,7 +333,7 @@ def _outcome(
 def _sweep_leftovers(
     paths: Iterable[Path], grace_s: float, dry_run: bool, leftovers: Tally, errors: Tally
 ) -> int:
-    """Delete old temporary files. Returns their size in bytes."""
+    """Delete old temporary files. Returns their total size in bytes."""
     freed_bytes = 0
     for path in paths:
         try:
@@ -345,7 +344,7 @@ def _sweep_leftovers(
                 path.unlink()
             leftovers.add(str(path), "temporary file")
             freed_bytes += status.st_size
-        except FileNotFoundError:  # The file's writer has finished.
+        except FileNotFoundError:  # The writer has finished.
             continue
         except OSError as error:
             errors.add(str(path), f"Cannot delete {path}: {error.strerror or error}")
@@ -353,10 +352,10 @@ def _sweep_leftovers(
 
 
 def describe_all(store: MaintainedStore) -> Iterator[tuple[str, EntryInfo | StoreError | None]]:
-    """Yield the key and the header of each entry (``describe``), reading several at once.
+    """Yield the key and header of each entry (``describe``), reading several concurrently.
 
-    The header is None if the entry was deleted in the meantime, and a StoreError if it is
-    unreadable.
+    Instead of a header, yields None for an entry that was deleted in the meantime, and a StoreError
+    for one that cannot be read.
     """
 
     def described(key: str) -> tuple[str, EntryInfo | StoreError | None]:
@@ -369,7 +368,7 @@ def describe_all(store: MaintainedStore) -> Iterator[tuple[str, EntryInfo | Stor
 
 
 def _at_once(work: Callable[[T], R], items: Iterable[T], threads: int) -> Iterator[R]:
-    """Yield the results of ``work`` in order. Takes at most ``2 * threads`` items ahead."""
+    """Yield the results of ``work`` in order, prefetching at most ``2 * threads`` items."""
     items = iter(items)
     with ThreadPoolExecutor(threads, thread_name_prefix="blockattn-rag-maintenance") as pool:
         begun: deque[Future[R]] = deque(

@@ -1,4 +1,4 @@
-"""Store in memory that evicts the least recently used blocks."""
+"""In-memory store with LRU eviction."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from blockattn_rag.store.eviction import Refusals, check_max_bytes
 
 
 class MemorySidecar(Sidecar):
-    """Files in the memory of this process."""
+    """Sidecar files in the memory of this process."""
 
     def __init__(self) -> None:
         self._files: dict[str, bytes] = {}
@@ -35,16 +35,16 @@ class MemorySidecar(Sidecar):
 
 
 class MemoryStore(KVStore):
-    """Store in memory that evicts the least recently used blocks.
+    """In-memory store that evicts the least recently used blocks.
 
-    A block larger than the store is not kept but counted in ``stats().refused``. The first such
-    block is logged. Blocks are not copied: a view keeps its complete tensor alive, which
-    ``max_bytes`` does not count.
+    A block larger than ``max_bytes`` is not stored, but counted in ``stats().refused``; the first
+    one is also logged. Blocks are not copied: a view keeps the complete underlying tensor in
+    memory, which does not count toward ``max_bytes``.
 
     Args:
-        max_bytes: Size limit of keys and values (``BlockKV.nbytes``).
+        max_bytes: Size limit of all keys and values (``BlockKV.nbytes``).
         on_host: Whether to keep copies in host memory, page-locked if CUDA is available, for fast
-            transfers to a device. Use it for a tier in front of a slower store.
+            transfers to a device. Use it for a memory tier in front of a slower store.
     """
 
     def __init__(self, max_bytes: int, *, on_host: bool = False) -> None:
@@ -100,7 +100,7 @@ class MemoryStore(KVStore):
             return self._remove(key)
 
     def keys(self) -> Iterator[str]:
-        """Keys at the time of the call, least recently used first."""
+        """Iterate over a snapshot of the keys, least recently used first."""
         with self._lock:
             return iter(list(self._entries))
 

@@ -1,7 +1,7 @@
 """Namespaces, which isolate the tenants of a store.
 
-The namespace is part of every key (``kv.store_key``). Response times therefore do not reveal to a
-tenant which blocks are stored for other tenants.
+The namespace is part of every key (``kv.store_key``), so response times do not reveal which blocks
+are stored for other tenants.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-_PRIVATE = "/private"  # Names of namespaces contain no slash.
+_PRIVATE = "/private"  # Namespaces cannot contain a slash.
 
 
 def check_namespace(name: object) -> str:
@@ -25,19 +25,19 @@ def check_namespace(name: object) -> str:
 
 
 def is_of(namespace: str, names: Collection[str]) -> bool:
-    """Whether an entry's namespace is in ``names``, or is the private part of a name in
+    """Whether an entry's namespace, or the namespace that it is the private part of, is in
     ``names``."""
     return namespace.removesuffix(_PRIVATE) in names
 
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """Namespaces that an engine reads and writes.
+    """Namespaces that an engine reads from and writes to.
 
     Args:
         namespace: Namespace to store blocks in, and to read first.
-        read_namespaces: Shared collections to read next, in order. They are never written.
-        read_only: Whether nothing is stored.
+        read_namespaces: Shared namespaces to read next, in order. They are never written to.
+        read_only: Whether to store no blocks.
     """
 
     namespace: str = ""
@@ -48,18 +48,19 @@ class Access:
         check_namespace(self.namespace)
         if isinstance(self.read_namespaces, str):
             raise TypeError(
-                f"read_namespaces is a list of names, found the string {self.read_namespaces!r}"
+                "read_namespaces must be a list of names, found the string "
+                f"{self.read_namespaces!r}"
             )
         names = tuple(check_namespace(name) for name in self.read_namespaces)
         object.__setattr__(self, "read_namespaces", names)
 
     def namespaces(self, *, private: bool) -> tuple[str, ...]:
-        """Namespaces to read a block from, in order. The block is stored in the first one.
+        """Return the namespaces to look a block up in, in order. The first one is also written to.
 
         Args:
-            private: Whether the block is neither a passage nor a system message. Such blocks have a
-                separate part of the namespace, so that response times do not reveal to users which
-                passages are stored.
+            private: Whether the block is neither a passage nor a system message. These blocks are
+                kept in a separate part of the namespace, so that response times do not reveal to
+                users which passages are stored.
         """
         if private:
             return (self.namespace + _PRIVATE,)

@@ -1,4 +1,4 @@
-"""Client of an object store: requests with deadlines, and errors without credentials."""
+"""Object-store client with deadlines, and with error messages that contain no credentials."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from obstore.store import ClientConfig, RetryConfig
     from obstore.store import ObjectStore as Backend
 
-# A connection to S3 transfers about 90 MB/s, so large objects use several connections.
+# One S3 connection transfers about 90 MB/s, so large objects are read over several connections.
 _PART_BYTES = 8 << 20
 _WRITTEN_PART_BYTES = 16 << 20
 _PAGE = 1000
@@ -36,18 +36,18 @@ _S3_SERVERS = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT")
 
 
 Choose = Callable[[memoryview, int], Sequence[ByteRange]]
-"""Function that selects byte ranges of an object, given its first bytes and its size."""
+"""Function that selects byte ranges of an object from its first bytes and its size."""
 
 
 class _Read(NamedTuple):
-    """Object that is being read: its buffer, and the running reads of its other parts."""
+    """Read in progress: the buffer, and the pending reads of the remaining parts."""
 
     raw: Tensor
     parts: list[Future[None]]
 
 
 class ObjectClient:
-    """Reads, writes and lists objects under an address."""
+    """Client that reads, writes and lists objects under an address."""
 
     def __init__(self, url: str, backend: Backend, deadline_s: float, parallel: int) -> None:
         self.url = url
@@ -59,23 +59,23 @@ class ObjectClient:
         return f"{self.url}/{path}"
 
     def read_many(self, paths: Sequence[str]) -> list[Tensor | StoreError | None]:
-        """Read complete objects, concurrently and with one deadline.
+        """Read complete objects concurrently, with one deadline for all.
 
         Returns:
-            For each path: uint8 ``[size]`` in newly allocated memory, None if there is no object,
-            or an error.
+            For each path: its content, uint8 ``[size]`` in newly allocated memory; None if it does
+            not exist; or an error.
         """
         return self.read_ranges([(path, _whole) for path in paths], _PART_BYTES)
 
     def read_ranges(
         self, requests: Sequence[tuple[str, Choose]], first_bytes: int
     ) -> list[Tensor | StoreError | None]:
-        """Read byte ranges of objects. The ranges of each object are concatenated.
+        """Read byte ranges of objects, and concatenate the ranges of each object.
 
         Args:
-            requests: Paths, each with the function that selects its ranges. A StoreError that it
-                raises is returned.
-            first_bytes: Number of bytes to read first. Ranges within them are not read again.
+            requests: Paths, each with a function that selects the ranges to read. If the function
+                raises a StoreError, that error is returned.
+            first_bytes: Number of bytes in the first read. Ranges within them need no further read.
         """
         until = deadline(self.deadline_s)
         start = self._readers.start
@@ -84,7 +84,7 @@ class ObjectClient:
         return [self._finish(*each, until) for each in zip(paths, reads, strict=True)]
 
     def read_start(self, path: str, nbytes: int) -> tuple[bytes, ObjectMeta] | None:
-        """Read the first ``nbytes`` bytes of an object, and its metadata. None: no object."""
+        """Read an object's first ``nbytes`` bytes, and its metadata. None if it does not exist."""
         read = self._readers.start(self._range, path, 0, nbytes)
         start = outcome(read, deadline(self.deadline_s), f"read {self.place(path)}")
         return None if start is None else (bytes(start[0]), start[1])
@@ -109,7 +109,7 @@ class ObjectClient:
         return True
 
     def list(self, folder: str) -> Iterator[ObjectMeta]:
-        """Objects in a folder and its subfolders, page by page."""
+        """Iterate over the objects in a folder and its subfolders, one page per request."""
         with self._explained("list", folder):
             for page in self._backend.list(folder, chunk_size=_PAGE):
                 yield from page
@@ -117,7 +117,7 @@ class ObjectClient:
     def _begin(self, path: str, choose: Choose, first_bytes: int, until: float) -> _Read | None:
         """Read the first part of an object, select the ranges, and start reading them.
 
-        Nothing is read after the deadline, because that would delay later reads.
+        After the deadline, no further read is started, because it would delay later reads.
         """
         head = self._range(path, 0, first_bytes)
         if head is None:
@@ -131,7 +131,7 @@ class ObjectClient:
         size = sum(stop - start for start, stop in places)
         try:
             raw = torch.empty(size, dtype=torch.uint8)
-        except RuntimeError:  # Torch raises this if an allocation fails.
+        except RuntimeError:  # Raised by torch if the allocation fails.
             place = self.place(path)
             raise StoreError(f"Cannot read {place}: not enough memory for {size} bytes") from None
         view, at = raw.numpy().data, 0
@@ -150,10 +150,10 @@ class ObjectClient:
     def _fill(self, path: str, room: memoryview, start: int, stop: int, e_tag: str | None) -> None:
         part = self._range(path, start, stop, e_tag)
         if part is None:
-            raise StoreError(f"Cannot read {self.place(path)}: it was deleted meanwhile")
+            raise StoreError(f"Cannot read {self.place(path)}: it was deleted during the read")
         if len(part[0]) != stop - start:
             raise StoreError(
-                f"Cannot read {self.place(path)}: received {len(part[0])} of the bytes from "
+                f"Cannot read {self.place(path)}: received only {len(part[0])} bytes of the range "
                 f"{start} to {stop}"
             )
         room[:] = memoryview(part[0])
@@ -179,7 +179,7 @@ class ObjectClient:
     def _range(
         self, path: str, start: int, stop: int, e_tag: str | None = None
     ) -> tuple[Bytes, ObjectMeta] | None:
-        """Read bytes of the version ``e_tag`` of an object. Default: the latest version."""
+        """Read a byte range of an object's version ``e_tag``. Default: the latest version."""
         options: GetOptions = {"range": (start, stop)}
         if e_tag is not None:
             options["if_match"] = e_tag
@@ -207,14 +207,14 @@ class ObjectClient:
 
     @contextmanager
     def _explained(self, doing: str, path: str) -> Iterator[None]:
-        """Turn an error of the client library into a StoreError that names the object."""
+        """Convert client-library errors to StoreErrors that name the object."""
         from obstore.exceptions import BaseError
 
         if not _has_its_threads():
             raise StoreError(
-                f"Cannot {doing} {self.place(path)}: this process was forked after its parent "
-                "used an object store, and lacks the parent's threads; start processes by 'spawn' "
-                "or 'forkserver', or fork before an object store is used"
+                f"Cannot {doing} {self.place(path)}: this process was forked after its parent used "
+                "an object store, and does not have the parent's threads; use the start method "
+                "'spawn' or 'forkserver', or fork before using an object store"
             )
         try:
             yield
@@ -223,7 +223,7 @@ class ObjectClient:
 
 
 class ObjectSidecar(Sidecar):
-    """Files in a bucket, one object each."""
+    """Sidecar files in a bucket, one object per file."""
 
     def __init__(self, client: ObjectClient) -> None:
         self._client = client
@@ -247,11 +247,11 @@ class ObjectSidecar(Sidecar):
         self._client.delete(f"{SIDECAR}/{path}")
 
 
-_first_user: list[int] = []  # Id of the first process that used the client library.
+_first_user: list[int] = []  # PID of the first process to use the client library.
 
 
 def _has_its_threads() -> bool:
-    """Whether the client library has its threads. Without them, as after a fork, it would hang."""
+    """Whether the client library's threads are running. In a fork they are not, so calls hang."""
     if not _first_user:
         _first_user.append(os.getpid())
     return _first_user[0] == os.getpid()
@@ -262,25 +262,23 @@ def _whole(_first: memoryview, size: int) -> Sequence[ByteRange]:
 
 
 def connect(url: str, deadline_s: float, retries: int) -> Backend:
-    """Open an obstore store at an address, with credentials from the environment. Sends nothing."""
+    """Open an obstore store with credentials from the environment. Sends no request."""
     try:
         from obstore.exceptions import BaseError
         from obstore.store import from_url
     except ModuleNotFoundError as error:
         raise ImportError(f"A store at {url} needs {missing_extra('obstore', 's3')}") from error
     if not urlsplit(url).netloc:
-        raise ValueError(f"Found no bucket in {url}, expected an address such as s3://bucket/kv")
+        raise ValueError(f"No bucket in {url}, expected an address such as s3://bucket/kv")
     limit = timedelta(seconds=deadline_s)
     least, most = (timedelta(seconds=min(seconds, deadline_s)) for seconds in _BACKOFF_S)
     client: ClientConfig = {"timeout": limit, "connect_timeout": min(limit, timedelta(seconds=5))}
     for name in _S3_SERVERS:
         server = os.environ.get(name, "")
         if server.startswith("http://"):
-            client["allow_http"] = True  # An http:// address requests no encryption.
+            client["allow_http"] = True  # Allow plain HTTP only if the address asks for it.
         elif server and not server.startswith("https://"):
-            raise ValueError(
-                f"{name} is not the address of a server: expected http://... or https://..."
-            )
+            raise ValueError(f"{name} is not a server address: expected http://... or https://...")
     retry: RetryConfig = {
         "max_retries": retries,
         "retry_timeout": limit,

@@ -1,4 +1,4 @@
-"""Store in a bucket of S3, Google Cloud Storage, Azure, or a compatible server."""
+"""Store in a bucket on S3, Google Cloud Storage, Azure, or a compatible server."""
 
 from __future__ import annotations
 
@@ -42,30 +42,31 @@ _OBJECTS = "objects"
 _SUFFIX = ".safetensors"
 _NAME = re.compile(rf"{_OBJECTS}/([0-9a-f]{{2}})/([0-9a-f]{{64}}){re.escape(_SUFFIX)}")
 
-# The headers of most models fit in this size. A longer header takes a second read.
+# Large enough for the headers of most models. A longer header requires a second read.
 _HEADER_BYTES = 16 << 10
 
 
 class ObjectStore(MaintainedStore):
-    """Store in a bucket, for concurrent threads, processes and machines.
+    """Store in a bucket. Safe for concurrent use by threads, processes and machines.
 
-    An entry is one object, ``objects/ab/<key>.safetensors`` under the address. A ``DirectoryStore``
-    has the same layout, so its folder can be copied to a bucket. Objects are written and replaced
-    atomically. A read fetches parts of one version concurrently, and checks the complete entry.
+    Each entry is an object, ``objects/ab/<key>.safetensors`` under the address. A
+    ``DirectoryStore`` uses the same layout, so its folder can be copied to a bucket. Objects are
+    written and replaced atomically. A read fetches parts of one object version concurrently, and
+    verifies the complete entry.
 
-    Object stores record only writes, so the time of use of an entry is the time of its last write,
-    and ``touch`` does not change it.
+    Object stores record only writes, so an entry's last use is its last write, and ``touch`` does
+    not update it.
 
     Credentials come from the environment (``AWS_ACCESS_KEY_ID`` etc., or the machine's role), never
-    from the address. Set ``AWS_ENDPOINT_URL`` to use an S3 server other than Amazon's.
+    from the address. Set ``AWS_ENDPOINT_URL`` to use an S3-compatible server.
 
     Args:
         url: ``s3://bucket/prefix``, ``gs://bucket/prefix`` or ``az://container/prefix``.
-        deadline_s: Seconds that a read may take, including retries; ``get_many`` is one read. A
-            write may take this time for each of its requests.
+        deadline_s: Timeout of a read in seconds, including retries; ``get_many`` is one read. For a
+            write, it applies to each request.
         retries: Maximum number of retries of a failed request.
         parallel: Maximum number of concurrent reads.
-        backend: An open obstore store at this address, with your own options.
+        backend: obstore store to use instead of opening one, if you need custom options.
 
     Raises:
         ImportError: obstore is not installed.
@@ -100,7 +101,7 @@ class ObjectStore(MaintainedStore):
         if not self._own_backend:
             raise TypeError(
                 f"{self!r} was opened with a backend object, which may contain credentials, so it "
-                "cannot be pickled; open the store by its address alone"
+                "cannot be pickled; open the store with only an address"
             )
         return self._reopen, ()
 
@@ -140,12 +141,12 @@ class ObjectStore(MaintainedStore):
         return [part(*each) for each in zip(keys, contents, strict=True)]
 
     def touch(self, key: str) -> bool:
-        """Whether an entry exists whose header and size are intact.
+        """Whether an entry exists and has an intact header and size.
 
         The entry is *not* marked as used.
 
         Raises:
-            StoreError: The server does not answer.
+            StoreError: The server does not respond.
         """
         try:
             info = self.describe(key)
@@ -166,8 +167,9 @@ class ObjectStore(MaintainedStore):
     def discard(self, key: str, used_ns: int) -> bool | None:
         """Delete an entry unless it was replaced since ``used_ns``.
 
-        Times are compared by the second, the precision that all object stores have. An entry that
-        is replaced between the comparison and the deletion is lost and computed again.
+        Times are compared to the second, the precision that all object stores support. If an entry
+        is replaced between the comparison and the deletion, the new entry is lost, and its block
+        must be encoded again.
         """
         head = self._client.head(entry_path(key))
         if head is None:
@@ -180,7 +182,7 @@ class ObjectStore(MaintainedStore):
         return (entry.key for entry in self.entries())
 
     def entries(self) -> Iterator[StoredEntry]:
-        """Iterate over all entries, page by page.
+        """Iterate over all entries, one page per request.
 
         ``used_ns`` is the time of the last write, because object stores do not record reads.
         """
@@ -190,7 +192,7 @@ class ObjectStore(MaintainedStore):
                 yield StoredEntry(name[2], meta["size"], _written_ns(meta))
 
     def stats(self) -> StoreStats:
-        """Size and counters. Lists all objects, with one request per 1000 objects."""
+        """Return size and counters. Lists all objects, with one request per 1000 objects."""
         sizes = [entry.nbytes for entry in self.entries()]
         return StoreStats(len(sizes), sum(sizes))
 
@@ -207,14 +209,14 @@ class ObjectStore(MaintainedStore):
         return EntryInfo(header, meta["size"], _written_ns(meta))
 
     def _header(self, key: str, first: bytes | memoryview, size: int) -> Header:
-        """Parse the header from an object's first bytes."""
+        """Parse the header of an entry from its first bytes."""
         place = self._client.place(entry_path(key))
         with damage_reported(place):
             end = header_end(first)
             if len(first) < end <= size:
                 raise FingerprintMismatchError(
-                    f"{place} has a header of {end} bytes, expected at most {len(first)}: it "
-                    "belongs to another model or format"
+                    f"{place} has a header of {end} bytes, but at most {len(first)} were expected: "
+                    "it belongs to another model or format"
                 )
             header = read_header(BytesIO(first), size)
         check_entry_key(key, header, place)
@@ -235,5 +237,5 @@ def entry_path(key: str) -> str:
 
 
 def _written_ns(meta: ObjectMeta) -> int:
-    """Time at which an object was written, in nanoseconds since 1970."""
+    """Return the time of an object's last write, in nanoseconds since 1970."""
     return int(meta["last_modified"].timestamp() * 1e9)

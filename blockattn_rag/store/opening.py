@@ -23,14 +23,14 @@ def open_store(spec: KVStore | str | Path | None) -> KVStore:
     """Open the store at a path or address.
 
     Args:
-        spec: A store, which is returned unchanged; None for a new ``MemoryStore`` of 1 GiB; or
+        spec: A store, which is returned unchanged; None for a new 1 GiB ``MemoryStore``; or
 
             - a path or ``file:///path``: a ``DirectoryStore`` without a size limit (for a limit,
               pass ``DirectoryStore(path, max_bytes=...)``)
             - ``s3://bucket/prefix``, ``gs://bucket/prefix``, ``az://container/prefix``: an
               ``ObjectStore`` (extra ``s3``)
             - ``redis://host:port/database``, or ``rediss://``: a ``RedisStore`` (extra ``redis``),
-              which is a cache: see ``TieredStore``
+              a cache to use in a ``TieredStore``
             - ``memory:`` or ``memory:2GiB``: a new ``MemoryStore``
 
     Raises:
@@ -48,8 +48,8 @@ def open_store(spec: KVStore | str | Path | None) -> KVStore:
     opened = open_spec("memory:" if spec is None else spec)
     if spec is not None and urls.is_cache(spec):
         logger.warning(
-            "%r is a cache: blocks that it evicts are computed again. Add a permanent store behind "
-            "it, as in TieredStore(%r, 's3://bucket/kv'), or use a folder instead",
+            "%r is a cache: blocks that it evicts must be encoded again. Add a permanent store "
+            "behind it, as in TieredStore(%r, 's3://bucket/kv'), or use a folder instead",
             opened,
             str(spec),
         )
@@ -60,7 +60,7 @@ def open_spec(spec: str | Path, *, on_host: bool = False) -> KVStore:
     """Open the store at a path or address, without the checks and the warning of ``open_store``."""
     text = str(spec)
     scheme = urls.scheme_of(text)
-    # Imported on use, so that opening one kind of store does not load the others.
+    # Imported lazily, so that opening a store does not load the dependencies of the others.
     if scheme == "memory":
         from blockattn_rag.store.memory import MemoryStore
 

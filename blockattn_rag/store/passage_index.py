@@ -1,10 +1,10 @@
-"""Index of the passages in a store, which finds them in prompts without markers.
+"""Index of stored passages, used to recognize them in prompts without markers.
 
 Each namespace has its own index, so that recognition reveals nothing about other tenants. The index
-consists of immutable files in ``store.sidecar``. Each ingestion adds one file, named after the
-digest of its content; readers load all files, and ``merge_index`` merges them.
+consists of immutable files in ``store.sidecar``. Each ingestion adds one file, whose name is the
+digest of its content. Readers load all files, and ``merge_index`` merges them.
 
-An index entry whose passage was deleted is harmless: the passage is encoded again.
+An index entry for a deleted passage is harmless: the passage is encoded again.
 """
 
 from __future__ import annotations
@@ -34,22 +34,23 @@ from blockattn_rag.store.namespaces import Access
 
 logger = logging.getLogger("blockattn_rag")
 
-_FOLDER = "passages-1"  # The name contains the version of the format.
+_FOLDER = "passages-1"  # The name contains the format version.
 _SUFFIX = ".safetensors"
-_ATTEMPTS = 3  # A merge may delete files between their listing and their reading.
-_MOST_ENTRIES = 1 << 22  # Entries in memory, of the most recently used namespaces.
+_ATTEMPTS = 3  # A merge may delete files after they were listed.
+_MOST_ENTRIES = 1 << 22  # Maximum number of entries in memory, over all namespaces.
 _MOST_NAMESPACES = 1 << 10
 _PATIENCE_S = 0.2
 _THREADS = 2
 
 
 class PassageIndex:
-    """Index of the passages in a store. Thread-safe.
+    """Index of stored passages. Thread-safe.
 
     Args:
-        refresh_s: Maximum seconds until passages that other processes add are found.
+        refresh_s: Maximum delay, in seconds, until passages added by other processes are
+            recognized.
         in_background: Whether ``split`` waits at most 0.2 s for new files. Until they are read,
-            only the passages of earlier files are found.
+            only passages from earlier files are recognized.
 
     Example::
 
@@ -62,8 +63,8 @@ class PassageIndex:
     ) -> None:
         if (sidecar := store.sidecar) is None:
             raise ValueError(
-                f"{store!r} cannot keep an index of passages: use a folder or an object store, or "
-                "a TieredStore with one of them as its home"
+                f"{store!r} cannot store a passage index: use a folder, an object store, or a "
+                "TieredStore with one of them as its home"
             )
         self.sidecar = sidecar
         self._refresh_s = refresh_s
@@ -75,25 +76,25 @@ class PassageIndex:
     def split(
         self, spans: Iterable[Span], access: Access, *, in_system: bool = False
     ) -> tuple[Span, ...]:
-        """Split known passages out of a prompt's text; see ``PassageMatcher.split``.
+        """Split known passages out of a prompt; see ``PassageMatcher.split``.
 
         Reads new index files at most every ``refresh_s`` seconds, so call it in a thread if the
-        store is remote. If the index cannot be read, this is logged, and the entries in memory are
-        used.
+        store is remote. If the index cannot be read, the error is logged, and the entries in memory
+        are used.
         """
         first, *others = map(self._matcher, access.namespaces(private=False))
         return first.split(spans, *others, in_system=in_system)
 
     def add(self, entries: Entries, namespace: str) -> int:
-        """Add index entries (``entries_of``), after their passages were stored.
+        """Add index entries (``entries_of``). Call it after the passages have been stored.
 
         Returns:
-            Number of entries that were new.
+            Number of new entries.
         """
         return self._index(namespace).add(entries, self._refresh_s)
 
     def _matcher(self, namespace: str) -> PassageMatcher:
-        """Matcher of a namespace. Only one of several concurrent prompts waits for new files."""
+        """Matcher of a namespace. Of several concurrent prompts, only one waits for new files."""
         index = self._index(namespace)
         with self._lock:
             starts = index.is_due(self._refresh_s) and (index.read is None or index.read.done())
@@ -105,8 +106,7 @@ class PassageIndex:
         return index.matcher
 
     def _index(self, namespace: str) -> _NamespaceIndex:
-        """Index of a namespace. Drops the least recently used indexes if they take too much
-        memory."""
+        """Return a namespace's index, and evict the least recently used indexes from memory."""
         with self._lock:
             index = self._loaded.pop(namespace, None) or _NamespaceIndex(self.sidecar, namespace)
             self._loaded[namespace] = index
@@ -123,15 +123,15 @@ def _refresh_logged(index: _NamespaceIndex, every_s: float) -> None:
     try:
         index.refresh(every_s)
     except StoreError as error:
-        logger.warning("The index of passages cannot be read: %s", error)
+        logger.warning("Cannot read the passage index: %s", error)
     except Exception as error:
-        logger.exception("Unexpected error while the index of passages is read: %s", error)
+        logger.exception("Unexpected error while reading the passage index: %s", error)
 
 
 class _NamespaceIndex:
-    """The index files of a namespace that were read, and the matcher of their entries.
+    """Index of one namespace: the files read so far, and a matcher for their entries.
 
-    The matcher is replaced, never changed, so using it needs no lock.
+    The matcher is replaced, never modified, so it can be used without a lock.
     """
 
     def __init__(self, sidecar: Sidecar, namespace: str) -> None:
@@ -145,7 +145,7 @@ class _NamespaceIndex:
         self.matcher = PassageMatcher(np.empty(0, ENTRY))
 
     def is_due(self, every_s: float) -> bool:
-        """Whether the files were last read more than ``every_s`` seconds ago."""
+        """Whether ``every_s`` seconds have passed since the files were last read."""
         return time.monotonic() - self._read_s >= every_s
 
     def refresh(self, every_s: float) -> None:
@@ -157,7 +157,7 @@ class _NamespaceIndex:
                 self.was_read = True
 
     def add(self, entries: Entries, every_s: float) -> int:
-        """Write new entries as one file. Returns their number."""
+        """Write the entries that are new to one file. Returns their number."""
         self.refresh(every_s)
         with self._lock:
             fresh = joined([entries])
@@ -168,7 +168,7 @@ class _NamespaceIndex:
             return len(fresh)
 
     def merge(self, stored: set[bytes] | None, added: Entries) -> tuple[int, int]:
-        """Replace the files that were read with one file. Returns the numbers of kept and dropped
+        """Replace all files read so far with one. Returns the numbers of kept and dropped
         entries."""
         with self._lock:
             entries = joined([self.matcher.entries, added])
@@ -212,7 +212,7 @@ class _NamespaceIndex:
 
 
 class IndexReport(NamedTuple):
-    """Result of ``merge_index``: the numbers of passages in the index and of dropped passages."""
+    """Result of ``merge_index``: numbers of passages in the index and of dropped passages."""
 
     passages: int
     dropped: int
@@ -225,8 +225,8 @@ def merge_index(
 ) -> IndexReport:
     """Merge the index files of each namespace, and drop passages that are not stored.
 
-    Safe to run alongside writers. Entries that a server encoded have no handle, so a namespace with
-    such entries keeps all of its passages.
+    Safe to run alongside writers. Entries that were encoded by a server have no handle, so in a
+    namespace with such entries, no passage is dropped.
 
     Args:
         added: Index entries to add, by namespace.
@@ -235,7 +235,7 @@ def merge_index(
     names = {bytes.fromhex(path.partition("/")[0][1:]).decode() for path in sidecar.names(_FOLDER)}
     indexes = {name: _NamespaceIndex(sidecar, name) for name in sorted(names | added.keys())}
     for index in indexes.values():
-        # Read the index before the entries, because a passage is added after its entry was stored.
+        # Read the index before the entries, because passages are added after their entries.
         index.refresh(0)
     stored: dict[str, set[bytes]] = {name: set() for name in indexes}
     unknown: set[str] = set()
@@ -257,7 +257,7 @@ def merge_index(
 
 
 def folder_of(namespace: str) -> str:
-    """Folder of a namespace's index files, unique even on file systems that ignore case."""
+    """Folder of a namespace's index files, unique even on case-insensitive file systems."""
     return f"{_FOLDER}/n{namespace.encode().hex()}"
 
 
@@ -266,7 +266,7 @@ def _digest(content: bytes) -> str:
 
 
 def _decoded(name: str, content: bytes) -> Entries:
-    """Entries of an index file. A damaged file counts as empty, and is logged."""
+    """Decode the entries of an index file. A damaged file is logged and counts as empty."""
     try:
         if _digest(content) != name.removesuffix(_SUFFIX):
             raise ValueError("its content does not match its name")

@@ -1,4 +1,4 @@
-"""Cache of blocks in a Redis or Valkey server that many machines share."""
+"""Block cache in a shared Redis or Valkey server."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _TTL_S = 7 * 86400
-_MOST_ENTRY_BYTES = 512 << 20  # The limit of Redis for one value.
+_MOST_ENTRY_BYTES = 512 << 20  # Maximum size of a Redis value.
 _PAGE = 1000
 _MOST_RETRIES = 1
 
@@ -37,19 +37,19 @@ _MOST_RETRIES = 1
 class RedisStore(KVStore):
     """Cache in a Redis or Valkey server. Do not use it as the only home of an entry.
 
-    The server evicts entries that were not used for ``ttl_s`` seconds, or earlier if it needs
+    The server evicts entries that have not been used for ``ttl_s`` seconds, or earlier if it needs
     memory: set ``maxmemory`` and ``maxmemory-policy allkeys-lfu``. Evicted entries are read from
-    the next tier (``TieredStore``) or computed again.
+    the next tier (``TieredStore``) or encoded again.
 
     Args:
         url: ``redis://host:port/database``, or ``rediss://`` for TLS. User and password come from
             the environment: ``REDIS_USERNAME`` and ``REDIS_PASSWORD``.
-        prefix: Prefix of the names of entries in the server.
+        prefix: Prefix of the Redis keys.
         ttl_s: Seconds until an unused entry is evicted. None leaves eviction to the server.
         max_entry_bytes: Size limit of an entry, at most 512 MiB. Larger entries are not stored,
-            because large values delay the server's answers to other clients.
-        deadline_s: Seconds that a call may take; ``get_many`` is one call. A write without an
-            answer is retried once, so it may take twice as long.
+            because large values block the server for other clients.
+        deadline_s: Timeout of a call in seconds; ``get_many`` is one call. A write that times out
+            is retried once, so it may take twice as long.
         parallel: Maximum number of concurrent calls.
 
     Raises:
@@ -111,8 +111,8 @@ class RedisStore(KVStore):
         return bool(self._asked("update an entry", lambda: self._server.pexpire(name, ttl_ms)))
 
     def put(self, key: str, kv: BlockKV) -> None:
-        """Store an entry. An entry larger than ``max_entry_bytes`` is not stored but counted in
-        ``stats().refused``. The first such entry is logged."""
+        """Store an entry. An entry larger than ``max_entry_bytes`` is not stored, but counted in
+        ``stats().refused``; the first one is also logged."""
         name = self._name(kv.key)
         content = encoded(key, kv, f"{self.url} {name}")
         if len(content) > self._max_entry_bytes:
@@ -134,7 +134,7 @@ class RedisStore(KVStore):
         return bool(self._asked("delete an entry", lambda: self._server.delete(name)))
 
     def keys(self) -> Iterator[str]:
-        """Iterate over all keys. A key may appear twice if entries are written meanwhile."""
+        """Iterate over all keys. A key may appear twice if entries are written concurrently."""
         pattern = re.sub(r"([\\*?\[\]^-])", r"\\\1", self._prefix) + "*"
         with self._explained("list entries"):
             for name in self._server.scan_iter(match=pattern, count=_PAGE):
@@ -155,7 +155,7 @@ class RedisStore(KVStore):
         return f"{self._prefix}{check_key(key)}"
 
     def _values(self, names: Sequence[str]) -> list[bytes | ResponseError | None]:
-        """Read values in one round trip, and restart their ``ttl_s``."""
+        """Read values in one round trip, and reset their TTLs."""
         with self._server.pipeline(transaction=False) as calls:
             for name in names:
                 if self._ttl_ms is None:
@@ -182,7 +182,7 @@ class RedisStore(KVStore):
             return error
 
     def _asked(self, doing: str, call: Callable[[], T]) -> T:
-        """Call the server, and wait for its answer until the deadline."""
+        """Call the server, and wait for its response until the deadline."""
         asked = self._readers.start(call)
         with self._explained(doing):
             return outcome(asked, deadline(self._deadline_s), f"{doing} in {self.url}")
@@ -206,7 +206,7 @@ def _connect(url: str, deadline_s: float) -> Redis:
         raise ImportError(f"A store at {url} needs {missing_extra('redis', 'redis')}") from error
     if not re.fullmatch(r"/?\d*", path := urlsplit(url).path):
         raise ValueError(
-            f"Found the database {path[1:]!r} in {url}, expected a number, as in redis://host:6379/0"
+            f"Invalid database {path[1:]!r} in {url}: expected a number, as in redis://host:6379/0"
         )
     try:
         client: Redis = Redis.from_url(
@@ -215,7 +215,7 @@ def _connect(url: str, deadline_s: float) -> Redis:
             password=os.environ.get("REDIS_PASSWORD"),
             socket_timeout=deadline_s,
             socket_connect_timeout=deadline_s,
-            # Retry connections that the server has closed.
+            # Reconnect if the server has closed the connection.
             retry=Retry(NoBackoff(), _MOST_RETRIES),
         )
     except ValueError as error:

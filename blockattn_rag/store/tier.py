@@ -1,4 +1,4 @@
-"""One tier of a ``TieredStore``: a store that may be slow or down, behind a circuit breaker."""
+"""Tier of a ``TieredStore``: a store that may be slow or down, behind a circuit breaker."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _READERS = 8
 
 
 class CircuitBreaker:
-    """Decides whether to call a service that may be down.
+    """Circuit breaker for calls to a service that may be down.
 
-    The breaker starts closed and lets every call pass. After ``failures`` failures in a row, it
-    opens and lets one call pass every ``pause_s`` seconds. The first success closes it.
+    The breaker starts closed and allows every call. After ``failures`` consecutive failures, it
+    opens and allows one call every ``pause_s`` seconds. The first success closes it.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class CircuitBreaker:
             return self._failures >= self._most
 
     def allows(self) -> bool:
-        """Whether to call now. The caller must report the outcome."""
+        """Whether a call is allowed now. If it is, the caller must report its outcome."""
         with self._lock:
             if self._failures < self._most:
                 return True
@@ -73,10 +73,10 @@ class CircuitBreaker:
 
 
 class Tier:
-    """Store that is called with a deadline, and skipped while its circuit breaker is open.
+    """Store with a deadline per call, which is skipped while its circuit breaker is open.
 
     Args:
-        deadline_s: Seconds that a call may take. Does not apply to writes and to stores in memory.
+        deadline_s: Timeout of a call in seconds. Does not apply to writes or to in-memory stores.
     """
 
     def __init__(self, store: KVStore, deadline_s: float, breaker: CircuitBreaker) -> None:
@@ -107,7 +107,7 @@ class Tier:
         self.count(written=1)
 
     def ask(self, question: Callable[[], T], entries: int = 1) -> T:
-        """Run ``question`` on the store, within the deadline."""
+        """Call ``question``, which queries the store, with the tier's deadline."""
         if self.is_in_memory:
             return self._guarded(question, entries)
         until = deadline(self._deadline_s)
@@ -129,8 +129,8 @@ class Tier:
         if not self._breaker.allows():
             self.count(skipped=entries)
             raise StoreUnavailableError(
-                f"{self._stats.name} failed several times in a row and is skipped; it is retried "
-                f"every {self._breaker.pause_s:g} s"
+                f"{self._stats.name} is skipped because it failed several times in a row; it is "
+                f"retried every {self._breaker.pause_s:g} s"
             )
         try:
             answer = call()
@@ -144,15 +144,15 @@ class Tier:
         if failure is not None:
             self._note_failure(failure)
         elif self._breaker.succeeded():
-            logger.info("%s answers again.", self._stats.name)
+            logger.info("%s is responding again.", self._stats.name)
         return answer
 
     def _note_failure(self, error: StoreError) -> None:
         self.count(failures=1)
         if self._breaker.failed():
             logger.warning(
-                "%s. The tier has failed several times in a row and is retried every %g s; until "
-                "it answers, blocks that are stored only there count as absent.",
+                "%s. The tier is skipped because it failed several times in a row, and retried "
+                "every %g s; until it responds, blocks that are stored only there count as misses.",
                 error,
                 self._breaker.pause_s,
             )

@@ -1,4 +1,4 @@
-"""Store in several tiers, such as memory, a local disk, and a home that many machines share."""
+"""Store with several tiers, such as memory, a local disk, and shared storage."""
 
 from __future__ import annotations
 
@@ -28,25 +28,26 @@ logger = logging.getLogger("blockattn_rag")
 
 
 class TieredStore(KVStore):
-    """Store in several tiers, from small and fast tiers to the *home*, which has all entries.
+    """Store with several tiers, from the fastest to the *home*, which has all entries.
 
-    A read queries the tiers in order, each once for all entries that are still missing, and copies
-    hits to the faster tiers. Concurrent reads of one entry are merged. A write goes to all tiers;
-    slow tiers before the home are written in the background.
+    A read queries the tiers in order, with one call per tier for all entries that are still
+    missing, and copies hits to the faster tiers. Concurrent reads of the same entry are
+    deduplicated. A write goes to all tiers; slow tiers before the home are written in the
+    background.
 
-    A failing tier makes answers slower but never fails them: its entries come from the next tier or
-    are computed. After ``failures`` failures in a row, a tier is skipped and retried every
-    ``pause_s`` seconds; this is logged once.
+    A failing tier slows answers down, but never makes them fail: its entries are read from the next
+    tier or encoded again. After ``failures`` consecutive failures, a tier is skipped, which is
+    logged once, and retried every ``pause_s`` seconds.
 
     Args:
-        tiers: Stores, or paths and addresses as for ``open_store``. ``"memory:4GiB"`` keeps copies
+        tiers: Stores, or paths and addresses as in ``open_store``. ``"memory:4GiB"`` keeps copies
             in host memory, page-locked if CUDA is available.
-        queue_bytes: Size limit of the blocks that are waiting to be copied to faster tiers. Further
-            blocks are not copied.
-        deadline_s: Seconds that a tier may take to answer a read.
+        queue_bytes: Size limit of the queue of blocks to copy to faster tiers. When it is full,
+            further blocks are not copied.
+        deadline_s: Timeout of a read from a tier, in seconds.
 
     Raises:
-        ValueError: No tiers, or an argument is out of range.
+        ValueError: ``tiers`` is empty, or an argument is out of range.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class TieredStore(KVStore):
         return self._home.store.sidecar
 
     def get_many(self, keys: Sequence[str]) -> list[ReadResult]:
-        """Read several entries, with one call to each tier.
+        """Read several entries, with one call per tier.
 
         The result is None if no responding tier has the entry, and an error if the entry is damaged
         in the home and absent from all other tiers.
@@ -90,7 +91,7 @@ class TieredStore(KVStore):
 
     def mark_used(self, key: str) -> None:
         for tier in self._tiers:
-            if tier.store.records_use:  # A call without a request would close the breaker.
+            if tier.store.records_use:  # A call that sends no request would close the breaker.
                 with suppress(StoreError):
                     tier.ask(partial(tier.store.mark_used, key))
 
@@ -99,12 +100,12 @@ class TieredStore(KVStore):
         return self._home.ask(lambda: self._home.store.claim(key, handles))
 
     def put(self, key: str, kv: BlockKV) -> None:
-        """Store an entry in all tiers. Returns when the home has it.
+        """Store an entry in all tiers. Returns once it is in the home.
 
         Raises:
             ValueError: See ``KVStore.put``.
             StoreError: The block contains NaN or infinity, or the home cannot store it. In the
-                second case, faster tiers have the block.
+                latter case, the faster tiers still have the block.
         """
         check_entry(key, kv)
         check_finite(kv, f"to {self!r}")  # Checked here, so that no tier counts a failure.
@@ -119,7 +120,7 @@ class TieredStore(KVStore):
 
     def delete(self, key: str) -> bool:
         self._flights.forget(key)
-        # A write that ended after the deletion would bring the entry back.
+        # A write that finished after the deletion would restore the entry.
         was_queued = self._queue.discard(key, self._deadline_s)
         was_copied = any([*self._ask_copies(lambda store: store.delete(key))])
         return self._home.ask(lambda: self._home.store.delete(key)) or was_queued or was_copied
@@ -128,14 +129,14 @@ class TieredStore(KVStore):
         return self._home.store.keys()
 
     def stats(self) -> StoreStats:
-        """Stats of the home and of all tiers. Counting the home's entries may take long."""
+        """Stats of the home and of all tiers. Counting the home's entries may be slow."""
         return replace(self._home.store.stats(), tiers=self.tier_stats())
 
     def tier_stats(self) -> tuple[TierStats, ...]:
         return tuple(tier.stats() for tier in self._tiers)
 
     def flush(self, wait_s: float | None = None) -> bool:
-        """Wait at most ``wait_s`` seconds for all copies. Returns whether they are written."""
+        """Wait at most ``wait_s`` seconds for pending copies. Returns whether all are written."""
         return self._queue.flush(wait_s)
 
     def close(self) -> None:
@@ -160,13 +161,13 @@ class TieredStore(KVStore):
         ]
 
     def _ask_copies(self, question: Callable[[KVStore], bool]) -> Iterator[bool]:
-        """Query each faster tier, and skip tiers that fail."""
+        """Query each faster tier, skipping tiers that fail."""
         for tier in self._copies:
             with suppress(StoreError):
                 yield tier.ask(partial(question, tier.store))
 
     def _copy(self, key: str, kv: BlockKV, tiers: Sequence[Tier]) -> None:
-        """Write to faster tiers: at once to memory, and in the background to others."""
+        """Write to faster tiers: immediately to memory, and in the background to others."""
         _write_to([tier for tier in tiers if tier.is_in_memory], key, kv)
         others = [tier for tier in tiers if not tier.is_in_memory]
         if others and not self._queue.add(key, kv, partial(_write_to, others)):

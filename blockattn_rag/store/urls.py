@@ -1,4 +1,4 @@
-"""Addresses of stores, such as ``s3://bucket/kv``, and messages about them without credentials."""
+"""Store addresses, such as ``s3://bucket/kv``, and credential-free error messages about them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _CREDENTIALS = {
     ),
     "file": "the folder's own permissions",
 }
-"""Where to put the credentials of stores."""
+"""Where to configure credentials, by scheme."""
 
 _SCHEME = re.compile(r"([a-z][a-z0-9+.-]+)(?=:/)|(s3|gs|az|rediss?|file)(?=:)", re.IGNORECASE)
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?))?B?", re.IGNORECASE)
@@ -25,20 +25,20 @@ _CREDENTIAL_NAMES = re.compile(r"KEY|SECRET|TOKEN|PASSWORD|CREDENTIAL|SAS")
 _CREDENTIAL_OWNERS = ("AWS_", "AZURE_", "GOOGLE_", "GCP_", "REDIS_")
 _LONGEST_REASON = 500
 
-# Error document of an S3 server. The groups are its code and its message.
+# Error document of an S3 server. The groups are the error code and the message.
 _XML_ERROR = re.compile(r"<\?xml.*?<Code>(.*?)</Code>.*?<Message>(.*?)</Message>.*", re.DOTALL)
 
-# Patterns of client-library errors with a known cause, and advice. The first match applies.
+# Patterns of client-library errors with a known cause, each with advice. The first match applies.
 _ADVICE = (
-    (r"NoSuchBucket", "create the bucket, or correct its name"),
+    (r"NoSuchBucket", "create the bucket or correct its name"),
     (
         r"//169\.254\.169\.254/",
-        "the environment contains no credentials, and the machine has no role: set "
-        "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or your provider's equivalents",
+        "no credentials in the environment, and the machine has no role: set AWS_ACCESS_KEY_ID "
+        "and AWS_SECRET_ACCESS_KEY, or your provider's equivalents",
     ),
     (
         r"40[13] (Unauthorized|Forbidden)",
-        "the server rejected these credentials, or they do not permit this: check "
+        "the server rejected the credentials, or they do not permit this operation: check "
         "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_REGION, or your provider's equivalents",
     ),
     (r"(?i)redirect", "set AWS_REGION to the bucket's region"),
@@ -46,7 +46,7 @@ _ADVICE = (
     (r"Account must be specified", "set AZURE_STORAGE_ACCOUNT_NAME"),
     (
         r"HELLO must be called|NOAUTH|[Aa]uthentication required|username-password",
-        "set REDIS_PASSWORD, and REDIS_USERNAME if the server has users",
+        "set REDIS_PASSWORD, and REDIS_USERNAME if the server uses ACLs",
     ),
 )
 
@@ -54,13 +54,13 @@ _ADVICE = (
 def scheme_of(spec: str) -> str:
     """Scheme of an address such as ``s3://bucket/kv``, in lower case. Empty for a path."""
     if not spec:
-        raise ValueError("Found an empty store address, expected a path or s3://bucket/prefix")
+        raise ValueError("Empty store address: expected a path or s3://bucket/prefix")
     if spec.startswith("memory:"):
         return "memory"
     if (match := _SCHEME.match(spec)) is None:
         return ""
     if not spec.startswith(f"{match[0]}://"):
-        raise ValueError(  # The message omits the rest, which may contain a password.
+        raise ValueError(  # The rest may contain a password.
             f"Expected two slashes after {match[0]}: in a store address; pass it as a str, because "
             "pathlib.Path removes one of them"
         )
@@ -68,17 +68,17 @@ def scheme_of(spec: str) -> str:
 
 
 def lasts(spec: str) -> bool:
-    """Whether entries at an address outlive this process and are visible to other processes."""
+    """Whether entries at an address outlive this process and are accessible to others."""
     return scheme_of(spec) != "memory"
 
 
 def is_cache(spec: str | Path) -> bool:
-    """Whether an address belongs to a cache server, which evicts entries."""
+    """Whether an address belongs to a cache server, which may evict entries."""
     return scheme_of(str(spec)) in REDIS_SCHEMES
 
 
 def bytes_of(size: str) -> int:
-    """Number of bytes of a size such as ``2GiB``."""
+    """Convert a size such as ``2GiB`` to bytes."""
     match = _SIZE.fullmatch(size)
     if match is None:
         raise ValueError(
@@ -97,9 +97,9 @@ def folder_of(url: str) -> Path:
 
 
 def check_no_credentials(url: str) -> None:
-    """Reject an address with credentials, because addresses are shown, logged and saved."""
+    """Reject an address with credentials, because addresses are displayed, logged and saved."""
     if not (scheme := scheme_of(url)):
-        return  # This is a path.
+        return  # A path has no credentials.
     instead = _CREDENTIALS.get(scheme, "the environment")
     try:
         parts = urlsplit(url)
@@ -110,14 +110,14 @@ def check_no_credentials(url: str) -> None:
     if "@" in parts.netloc or parts.query or parts.fragment:
         place = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
         raise ValueError(
-            f"A store address must not contain a user, password, query or fragment, because it is "
-            f"shown and stored; write {place}, and put credentials into {instead}"
+            "A store address must not contain a user, password, query or fragment, because it is "
+            f"displayed and logged; use {place}, and configure credentials with {instead}"
         )
 
 
 def reason(error: BaseException) -> str:
-    """Describe a client library's error in one short line, without credentials, and with advice if
-    the cause is known."""
+    """Summarize a client-library error in one line, without credentials, and with advice if the
+    cause is known."""
     text = " ".join(str(error).partition("\n\nDebug source")[0].split()) or type(error).__name__
     text = _XML_ERROR.sub(r"\1: \2", text)
     text = re.sub(r"(?<!<)\?[^\s\"'<>)]+", "?...", text)  # Queries may contain signatures.

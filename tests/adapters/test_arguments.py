@@ -52,7 +52,7 @@ def test_an_llm_of_another_type_raises_type_error() -> None:
     from blockattn_rag.llama_index import BlockKVTransform
 
     wrong: Any = "bundled"
-    said = r"such as {}\(\.\.\.\); found str 'bundled'\. Pass a model's name as model="
+    said = r"such as {}\(\.\.\.\); found str 'bundled'\. Pass a model name as model="
     with pytest.raises(TypeError, match=said.format("ChatBlockAttention")):
         BlockKVTransformer(llm=wrong)
     with pytest.raises(TypeError, match=said.format("BlockAttentionLLM")):

@@ -78,9 +78,11 @@ def test_invalid_recipes_are_refused_by_constructors(framework: Framework) -> No
         framework.chat("bundled", recipe="nowhere")
     with pytest.raises(ValueError, match="Found no recipe at nowhere"):
         framework.ingestion(model="bundled", recipe="nowhere")
-    with pytest.raises(ValueError, match="and engine=, which has its own recipe"):
+    with pytest.raises(ValueError, match="and engine=, which already has a recipe"):
         framework.chat(engine, recipe="bos")
-    with pytest.raises(ValueError, match="and engine=, which has its own recipe"):
+    with pytest.raises(ValueError, match="and engine=, which already has a recipe"):
         framework.ingestion(engine=engine, recipe="bos")
-    with pytest.raises(ValueError, match="either llm=, or a model, store and recipe, or a server"):
+    with pytest.raises(
+        ValueError, match="only one of: llm=, a server, or a model with store and recipe"
+    ):
         framework.ingestion(llm=framework.chat(engine), recipe="bos")

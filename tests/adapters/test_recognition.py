@@ -136,5 +136,5 @@ def test_a_read_only_engine_writes_no_index(bundled: BlockAttentionEngine, tmp_p
 @pytest.mark.parametrize("adapter", [BlockAttentionLLM, ChatBlockAttention])
 def test_models_that_cannot_recognize_passages_are_refused(adapter: Any) -> None:
     store = RedisStore("redis://127.0.0.1:9/0")
-    with pytest.raises(ValueError, match="cannot keep an index of passages"):
+    with pytest.raises(ValueError, match="cannot store a passage index"):
         adapter(model_name="bundled", kv_store=store, recognize=True)

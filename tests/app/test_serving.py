@@ -142,6 +142,6 @@ def test_an_automatic_recipe_recomputes_nothing_if_vllm_cannot(
     auto = replace(served, recipe="auto")
     assert recipe_text(auto) == "head+recompute:0.1"
     assert auto.options("--enable-lora").connector["recipe"] == "head"
-    assert "because --enable-lora does not allow it" in caplog.text
+    assert "because --enable-lora does not support it" in caplog.text
     named = replace(served, recipe="head+recompute:0.1")
     assert named.options("--enable-lora").connector["recipe"] == "head+recompute:0.1"

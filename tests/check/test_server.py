@@ -113,7 +113,7 @@ def test_a_writable_server_that_stores_nothing_fails(
 
 def test_server_errors_are_raised(server: FakeServer) -> None:
     server.faults.append(RefusalError(404, "no"))
-    with pytest.raises(ServingError, match="this package's connector and endpoint"):
+    with pytest.raises(ServingError, match="this package's connector and endpoints"):
         checked(server)
     server.faults.append(RefusalError(500, "broken"))
     with pytest.raises(ServingError, match="answers 500: broken"):

@@ -30,7 +30,9 @@ def test_gzip_is_detected_by_content_and_a_wrong_suffix_is_refused(tmp_path: Pat
     (tmp_path / "a.jsonl").write_bytes(gzip.compress(b"1\n"))
     assert list(numbered_lines(tmp_path / "a.jsonl")) == [(1, b"1\n")]
     (tmp_path / "b.jsonl.gz").write_bytes(b"1\n")
-    with pytest.raises(DataError, match=r"b\.jsonl\.gz is named \.gz, but is not a gzip file"):
+    with pytest.raises(
+        DataError, match=r"b\.jsonl\.gz has the suffix \.gz, but is not a gzip file"
+    ):
         list(numbered_lines(tmp_path / "b.jsonl.gz"))
 
 
@@ -44,7 +46,7 @@ def test_lines_before_the_damage_are_read(tmp_path: Path) -> None:
 
 
 def test_a_missing_file_is_reported(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="Found no file"):
+    with pytest.raises(DataError, match="No such file"):
         list(numbered_lines(tmp_path / "a.jsonl"))
 
 
@@ -55,11 +57,11 @@ def test_a_byte_order_mark_is_ignored() -> None:
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        (b"\xff\xfe", r"not UTF-8 \(byte 0\)"),
-        (b"{", "no valid JSON"),
-        (b"[" * 200_000, "nested too deeply|no valid JSON"),
+        (b"\xff\xfe", r"Invalid UTF-8 \(byte 0\)"),
+        (b"{", "Invalid JSON"),
+        (b"[" * 200_000, "nested too deeply|Invalid JSON"),
         (b"[" * 200_000 + b"]" * 200_000, "nested too deeply"),
-        (b"9" * 5_000, "no valid JSON .*limit"),
+        (b"9" * 5_000, "Invalid JSON .*limit"),
     ],
     ids=["bytes", "cut", "open", "deep", "long number"],
 )
@@ -84,8 +86,8 @@ def test_valid_fields_are_returned_unchanged() -> None:
 @pytest.mark.parametrize(
     ("record", "message"),
     [
-        ({}, "Found no 'turns[1].text' among the keys none"),
-        ({"b": 1, "a": 2}, "Found no 'turns[1].text' among the keys 'a', 'b'"),
+        ({}, "Missing key 'turns[1].text', found none"),
+        ({"b": 1, "a": 2}, "Missing key 'turns[1].text', found 'a', 'b'"),
         ({"text": 3.5}, "Found 'turns[1].text' of a number, expected a string"),
         ({"text": None}, "Found 'turns[1].text' of null, expected a string"),
         ({"text": True}, "Found 'turns[1].text' of true or false, expected a string"),
@@ -107,5 +109,5 @@ def test_other_types_and_empty_lists_are_reported() -> None:
         list_of({"a": []}, "a")
     with pytest.raises(DataError, match=r"Found an empty answers\[0\], expected text"):
         not_blank("", "answers[0]")
-    with pytest.raises(DataError, match="Found no 'b'"):
+    with pytest.raises(DataError, match="Missing key 'b'"):
         value_of({}, "b")

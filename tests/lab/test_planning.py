@@ -121,7 +121,7 @@ def test_weights_reduce_the_free_memory_which_may_be_too_small() -> None:
 
 def test_a_model_without_keys_and_values_is_refused() -> None:
     with pytest.raises(
-        UnsupportedModelError, match="no layer with keys and values in a mamba model"
+        UnsupportedModelError, match="A mamba model has no layer with keys and values"
     ):
         footprint(MambaConfig(num_hidden_layers=1, hidden_size=16), torch.float32)
 

@@ -96,9 +96,9 @@ def test_an_invalid_call_among_the_parts_is_shown_once() -> None:
 @pytest.mark.parametrize(
     ("message", "reason"),
     [
-        (HumanMessage([{"type": "text", "text": None}]), "reads text only"),
-        (HumanMessage([{"type": "text"}]), "reads text only"),
-        (HumanMessage([{"type": "image", "url": "file:///x.png"}]), r"reads text only.*image"),
+        (HumanMessage([{"type": "text", "text": None}]), "supports only text"),
+        (HumanMessage([{"type": "text"}]), "supports only text"),
+        (HumanMessage([{"type": "image", "url": "file:///x.png"}]), r"supports only text.*image"),
         (RemoveMessage(id="1"), "RemoveMessage"),
     ],
 )

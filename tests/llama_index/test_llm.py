@@ -98,7 +98,7 @@ def test_messages_of_one_role_are_merged(llm: BlockAttentionLLM, engine: Recordi
 
 def test_images_are_refused(llm: BlockAttentionLLM) -> None:
     message = ChatMessage(role=MessageRole.USER, blocks=[ImageBlock(image=b"hi")])
-    with pytest.raises(ValueError, match="reads text only, found a ImageBlock"):
+    with pytest.raises(ValueError, match="supports only text, found a ImageBlock"):
         llm.chat([message])
 
 

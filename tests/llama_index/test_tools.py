@@ -66,7 +66,7 @@ def test_a_tool_is_called_and_its_result_returned() -> None:
 def test_a_missing_or_malformed_call_raises_if_one_is_required() -> None:
     with pytest.raises(ToolCallError, match="the model answered 'Three'"):
         scripted("Three").predict_and_call([ADD], "1 + 2?")
-    with pytest.raises(ToolCallError, match=r"malformed tool call.*add"):
+    with pytest.raises(ToolCallError, match=r"invalid tool call.*add"):
         scripted(MALFORMED).predict_and_call([ADD], "1 + 2?")
     llm = scripted(MALFORMED)
     response = llm.chat_with_tools([ADD], "1 + 2?")

@@ -281,5 +281,5 @@ def test_warns_once_about_documents_that_are_not_split(
             with pytest.raises(ContextOverflowError):
                 step([long])
     [message] = caplog.messages
-    assert "a document of 9999 characters" in message
+    assert "an unsplit document of 9999 characters" in message
     assert "transformations=[SentenceSplitter(), BlockKVTransform(llm=llm)]" in message

@@ -145,7 +145,7 @@ def test_check_block_only_accepts_int8_blocks_of_the_model() -> None:
         replace(kv, scales=replace(kv.scales, dtype=torch.bfloat16)),
         replace(kv, scales=None),
     ):
-        with pytest.raises(FingerprintMismatchError, match="another shape or dtype"):
+        with pytest.raises(FingerprintMismatchError, match="this model's shape or dtype"):
             check_block(other, kv.key, ids, outline)
     for key, tokens in (("0" * 64, ids), (kv.key, ids[:-1])):
         with pytest.raises(FingerprintMismatchError):

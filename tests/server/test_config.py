@@ -110,7 +110,7 @@ def test_invalid_options_are_refused(changed: dict[str, Any], message: str) -> N
 
 
 def test_a_store_is_required() -> None:
-    with pytest.raises(ValueError, match="has no field 'store'; add it"):
+    with pytest.raises(ValueError, match="is missing the field 'store'; add it"):
         ServingConfig.parse({})
 
 

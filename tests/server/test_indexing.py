@@ -41,8 +41,8 @@ def test_entries_are_written_in_few_files_and_completely_at_exit() -> None:
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        (StoreError, "The index of passages cannot be written: {} is full"),
-        (MemoryError, "Unexpected error while the index is written: {} is full"),
+        (StoreError, "Cannot write the passage index: {} is full"),
+        (MemoryError, "Unexpected error while writing the index: {} is full"),
     ],
 )
 def test_a_failed_write_is_logged_counted_and_retried(

@@ -32,5 +32,5 @@ def test_a_block_that_is_encoded_twice_counts_once() -> None:
 def test_a_prompt_larger_than_the_memory_is_refused() -> None:
     kept = KeptBlocks(10)
     kept.check_room(10)
-    with pytest.raises(ProtocolError, match=r"blocks of 11 tokens .* at most 10 .*private_memory"):
+    with pytest.raises(ProtocolError, match=r"has 11 tokens .* at most 10 .*private_memory"):
         kept.check_room(11)

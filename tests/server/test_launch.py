@@ -72,10 +72,10 @@ def test_the_command_has_the_connector_and_ends_with_vllm_options() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--port", "9"], "^Found --port .*pass --port before --"),
-        (["--por=9"], "^Found --por, short for --port, .*pass --port before --"),
-        (["--kv-transfer-config", "{}"], "change single options of the connector"),
-        (["--ssl-keyf", "k.pem"], "put a proxy for TLS in front of the server"),
+        (["--port", "9"], "^Cannot pass --port to vLLM: pass --port before --"),
+        (["--por=9"], "^Cannot pass --por, short for --port, to vLLM: pass --port before --"),
+        (["--kv-transfer-config", "{}"], "set individual options of the connector"),
+        (["--ssl-keyf", "k.pem"], "put a TLS proxy in front of the server"),
     ],
 )
 def test_vllm_options_that_this_command_sets_are_refused(options: list[str], message: str) -> None:
@@ -89,15 +89,21 @@ CONNECTOR = "--kv-transfer-config.kv_connector_extra_config"
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ("--api-key hunter2", "^Found --api-key among the options of vLLM: set .* VLLM_API_KEY$"),
-        ("--api_key=hunter2", "^Found --api-key among .*VLLM_API_KEY$"),
-        ("--api-ke hunter2", "^Found --api-ke, short for --api-key, among .*VLLM_API_KEY$"),
-        ("--api_k=hunter2", "^Found --api-k, short for --api-key, among .*VLLM_API_KEY$"),
-        ("--hf-token hunter2", "^Found --hf-token among .* HF_TOKEN$"),
-        ("--hf_t=hunter2", "^Found --hf-t, short for --hf-token, among .* HF_TOKEN$"),
-        ("--ssl-keyfile-password hunter2", "^Found --ssl-keyfile-password among .*proxy"),
-        ("--some-api-key hunter2", "^Found --some-api-key among .*in the environment"),
-        (f"{CONNECTOR}.password=hunter2", "password among .*in the environment"),
+        ("--api-key hunter2", "^Cannot pass --api-key to vLLM: set .* VLLM_API_KEY$"),
+        ("--api_key=hunter2", "^Cannot pass --api-key to vLLM: .*VLLM_API_KEY$"),
+        (
+            "--api-ke hunter2",
+            "^Cannot pass --api-ke, short for --api-key, to vLLM: .*VLLM_API_KEY$",
+        ),
+        ("--api_k=hunter2", "^Cannot pass --api-k, short for --api-key, to vLLM: .*VLLM_API_KEY$"),
+        ("--hf-token hunter2", "^Cannot pass --hf-token to vLLM: .* HF_TOKEN$"),
+        ("--hf_t=hunter2", "^Cannot pass --hf-t, short for --hf-token, to vLLM: .* HF_TOKEN$"),
+        ("--ssl-keyfile-password hunter2", "^Cannot pass --ssl-keyfile-password to vLLM: .*proxy"),
+        (
+            "--some-api-key hunter2",
+            "^Do not pass --some-api-key as a vLLM option.*in the environment",
+        ),
+        (f"{CONNECTOR}.password=hunter2", "password as a vLLM option.*in the environment"),
         ('--model-loader-extra-config {"s3_secret_access_key":"hunter2"}', "s3_secret_access_key"),
         (f"{CONNECTOR}.cache redis://:hunter2@valkey/0", "REDIS_PASSWORD"),
         (f"{CONNECTOR}.cache redis://valkey/0?password=hunter2", "REDIS_PASSWORD"),
@@ -158,7 +164,7 @@ def test_a_connector_in_a_config_file_is_refused(given: str, tmp_path: Path) -> 
     file.write_text("tensor-parallel-size: 2\n")
     check_options(options)
     file.write_text("tensor-parallel-size: 2\nkv_transfer_config:\n  kv_role: kv_both\n")
-    with pytest.raises(ValueError, match="remove it; change single options"):
+    with pytest.raises(ValueError, match="remove it; set individual options"):
         check_options(options)
 
 
@@ -205,7 +211,7 @@ def test_killing_the_parent_ends_all_processes(vllm: FakeVllm, port: int) -> Non
 
 
 def test_a_server_that_fails_to_start_is_reported(start: Start, vllm: FakeVllm, port: int) -> None:
-    message = "vLLM ended with status 3 before it was ready: ServingError: the cause$"
+    message = "vLLM exited with status 3 before it was ready: ServingError: the cause$"
     with start("--die", "") as server, pytest.raises(ServingError, match=message):
         server.wait_until_healthy("127.0.0.1", port, lambda _: None)
     vllm.assert_ended()
@@ -242,7 +248,7 @@ def test_a_server_that_exits_later_is_reported(start: Start, vllm: FakeVllm, por
     with start() as server:
         server.wait_until_healthy("127.0.0.1", port, lambda _: None)
         server._process.kill()
-        with pytest.raises(ServingError, match="ended with status -9 while it was serving"):
+        with pytest.raises(ServingError, match="exited with status -9 while it was serving"):
             server.run()
     vllm.assert_ended()
 

@@ -170,7 +170,7 @@ def test_evicted_private_blocks_are_missing(loader: Make) -> None:
     one = loader(store, kept=MemoryStore(1 << 20))
     error = failure(one, KEPT)
     assert error.blocks == (1,)
-    assert "nor this server's memory (private_memory)" in str(error)
+    assert "nor in this server's memory (private_memory)" in str(error)
     private = kv_of(KEPT[1], "tenant/private")
     store.put(private.key, private)  # as if encoded explicitly
     assert len(one.start(KEPT).result()) == 3
@@ -199,8 +199,8 @@ def test_the_error_for_a_missing_block_names_its_index(loader: Make) -> None:
     one = loader(store)
     error = failure(one)
     assert str(error) == (
-        "Block 1 of the prompt (2 tokens from token 3 on), and 1 more cannot be loaded: no "
-        "reachable store has it"
+        "Block 1 of the prompt (2 tokens from token 3 on), and 1 more cannot be loaded: it is in "
+        "no reachable store"
     )
     assert (error.blocks, error.damaged) == ((1, 2), ())
     assert told(one) == (0, 1, 2)
@@ -229,9 +229,9 @@ def other_digest(kv: BlockKV) -> BlockKV:
     ("changed", "why"),
     [
         (other_tokens, "keys and values of other tokens"),
-        (other_shape, "another shape or dtype"),
-        (other_type, "another shape or dtype"),
-        (other_digest, "has another block under"),
+        (other_shape, "this model's shape or dtype"),
+        (other_type, "this model's shape or dtype"),
+        (other_digest, "contains another block"),
     ],
 )
 def test_blocks_of_other_models_or_shapes_are_refused(
@@ -348,5 +348,5 @@ def test_closing_a_loader_ends_running_loads_and_refuses_new_ones(loader: Make) 
 
 @pytest.mark.parametrize("options", [{"deadline_s": 0}, {"threads": 0}, {"most_waiting": 0}])
 def test_non_positive_settings_are_refused(options: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match=r"positive|at least one|greater than 0"):
+    with pytest.raises(ValueError, match=r"positive|at least one|1 or more|greater than 0"):
         BlockLoader(MemoryStore(1), PROFILE, WHOLE, **options)  # type: ignore[arg-type]

@@ -186,18 +186,18 @@ def test_a_refusal_is_not_sent_to_another_server() -> None:
 def test_servers_that_encode_differently_are_refused(info: ServerInfo) -> None:
     store = set[str]()
     servers = [StubServer("a", store), StubServer("b", store, info=info)]
-    with pytest.raises(ValueError, match="another model, recipe or namespace"):
+    with pytest.raises(ValueError, match="a different model, recipe or namespace"):
         ServerPool(servers).encode(TEXTS)
 
 
 def test_servers_with_different_stores_are_refused() -> None:
     servers = [StubServer(name, set()) for name in "ab"]
-    with pytest.raises(ValueError, match="pass servers with one store"):
+    with pytest.raises(ValueError, match="pass servers that share a store"):
         ServerPool(servers).encode(TEXTS * 2)
 
 
 def test_an_empty_list_of_servers_is_refused() -> None:
-    with pytest.raises(ValueError, match="Expected one or several servers, found none"):
+    with pytest.raises(ValueError, match="Expected at least one server, found none"):
         ServerPool([])
 
 

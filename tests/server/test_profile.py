@@ -128,7 +128,9 @@ def test_unsupported_recipes_are_refused() -> None:
     other = BlockModel(tiny_model("llama", num_hidden_layers=1), tiny_tokenizer())
     with pytest.raises(ValueError, match=r"belongs to .* with the fingerprint"):
         profile_of(model, recipe_of(other))
-    with pytest.raises(ValueError, match="Found recipe positions:composite, but a server rotates"):
+    with pytest.raises(
+        ValueError, match="Recipe positions:composite is not supported, because a server"
+    ):
         profile_of(model, Recipe(positions="composite"))
 
 
@@ -191,5 +193,5 @@ def test_a_checkpoint_with_other_layers_is_refused(tmp_path: Path) -> None:
     config = AutoConfig.for_model("qwen3_5_text", num_hidden_layers=4, vocab_size=264)
     config.save_pretrained(tmp_path)
     tiny_tokenizer().save_pretrained(tmp_path)
-    with pytest.raises(UnsupportedModelError, match=r"a state \(3 state, 1 attention\)"):
+    with pytest.raises(UnsupportedModelError, match=r"a recurrent state \(3 state, 1 attention\)"):
         profile_of(CheckpointModel(tmp_path, torch.float32))

@@ -76,8 +76,8 @@ def test_plans_list_where_blocks_are_kept_unless_all_are_private() -> None:
 
 
 _OF_TENANTS = (
-    "Only the server's own routes may make plans",
-    "given by the option tenant_secret_env",
+    "Only the server's own routes can create plans",
+    "that the option tenant_secret_env names",
     "A namespace consists of",
 )
 
@@ -93,25 +93,25 @@ def test_parameters_of_other_connectors_contain_no_plan(params: Any) -> None:
         ([], "kv_transfer_params should be an object"),
         ({"blockattn": None}, "blockattn should be an object, found None"),
         ({**asked(), "remote_host": "10.0.0.1"}, "unknown field 'remote_host'"),
-        (asked(lengths=None), "blockattn has no field 'lengths'; add it"),
+        (asked(lengths=None), "blockattn is missing the field 'lengths'; add it"),
         (asked(v=1), "Found version 1 of blockattn, expected 2"),
         (asked(op="delete"), "op should be 'complete' or 'encode', found 'delete'"),
         (asked(lengths="32"), "lengths should be a valid list, found '32'"),
         (asked(op="encode", lengths=[]), "takes one block, found 0"),
         (asked(lengths=[1] * (MOST_BLOCKS + 1)), "at most 256 items, found"),
         (asked(lengths=[3, 0]), r"lengths\[1\] should be greater than or equal to 1, found 0"),
-        (asked(lengths=[10**6000]), "found a number of 19932 bits"),
+        (asked(lengths=[10**6000]), "found an integer of 19932 bits"),
         (asked(lengths=[3, 3]), "lengths add up to 6 tokens, expected at most 5"),
         (asked(op="encode", lengths=[3, 2]), "takes one block, found 2"),
         (asked(op="encode", lengths=[7]), "lengths add up to 7 tokens, expected at most 6"),
-        (asked(keep=[[True, False]]), "keep: expected one item for each of 2 blocks, found 1"),
+        (asked(keep=[[True, False]]), r"keep: expected one item per block \(2\), found 1"),
         (asked(keep="private"), "keep should be a valid list, found 'private'"),
         (asked(keep=[[False, True], "disk"]), r"keep\[1\] should be a list, .* found 'disk'"),
-        (asked(), "Only the server's own routes may make plans"),
-        (asked(namespace="a"), "Only the server's own routes may make plans"),
-        (asked(mac="0" * 64), "Only the server's own routes may make plans"),
-        (asked(namespace="a", mac="é" * 64), "Only the server's own routes may make plans"),
-        (asked(namespace="a", mac="0" * 64), "given by the option tenant_secret_env"),
+        (asked(), "Only the server's own routes can create plans"),
+        (asked(namespace="a"), "Only the server's own routes can create plans"),
+        (asked(mac="0" * 64), "Only the server's own routes can create plans"),
+        (asked(namespace="a", mac="é" * 64), "Only the server's own routes can create plans"),
+        (asked(namespace="a", mac="0" * 64), "that the option tenant_secret_env names"),
         (asked(namespace="../a", mac="0" * 64), "A namespace consists of"),
     ],
 )  # fmt: skip
@@ -199,7 +199,7 @@ def test_counts_of_an_answer_are_computed_from_its_blocks() -> None:
 
 @pytest.mark.parametrize("lengths", [(400, 57), (400, 37, 21)])
 def test_an_answer_that_lacks_a_block_is_an_error(lengths: tuple[int, ...]) -> None:
-    with pytest.raises(ProtocolError, match="The engine answered from 3 blocks of 457 tokens"):
+    with pytest.raises(ProtocolError, match="The engine used 3 blocks with 457 tokens"):
         SERVED.reuse(lengths, 500)
 
 
@@ -256,7 +256,7 @@ def test_invalid_values_are_refused(message: Any, field: str, value: object, exp
         ({"texts": ["x", " "]}, "The text 1 is empty; remove empty passages"),
         ({"texts": ["\ud800"]}, "The text 0 contains a lone surrogate"),
         ({"texts": ["x"], "only_look": 1}, "body.only_look should be a valid boolean"),
-        ({"blocks": [[1]]}, "body has"),
+        ({"blocks": [[1]]}, "body is missing"),
         ([], "body should be an object"),
     ],
 )
@@ -288,7 +288,7 @@ def test_a_missing_field_is_refused(message: Any) -> None:
     for field in required & message.to_dict().keys():
         fields = message.to_dict()
         del fields[field]
-        with pytest.raises(ProtocolError, match=f"has no field '{field}'; add it"):
+        with pytest.raises(ProtocolError, match=f"is missing the field '{field}'; add it"):
             type(message).from_dict(fields)
 
 

@@ -26,7 +26,7 @@ def test_size_limit_grows_with_the_context_window(max_tokens: int) -> None:
     most = (4 << 20) + 64 * max_tokens
     body = b'"' + b"x" * (most - 2) + b'"'
     assert len(read(body[:9], body[9:], max_tokens=max_tokens)) == most - 2
-    with pytest.raises(ProtocolError, match=f"more than {most:,} bytes"):
+    with pytest.raises(ProtocolError, match=f"larger than {most:,} bytes"):
         read(body, b" ", b"unread", max_tokens=max_tokens)
 
 

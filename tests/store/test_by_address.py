@@ -69,5 +69,5 @@ def test_the_adapters_share_a_bucket_and_can_be_pickled(folder: Path, s3: str) -
 def test_a_memory_store_is_not_shared_between_processes(folder: Path) -> None:
     transform = BlockKVTransform(model_name=str(folder), kv_store="memory:1MB")
     assert str(transform.to_dict()["store"]).startswith("MemoryStore ")
-    with pytest.raises(pickle.PicklingError, match="stores in the memory of this process"):
+    with pytest.raises(pickle.PicklingError, match="stores blocks in this process's memory"):
         pickle.dumps(transform)

@@ -86,7 +86,7 @@ def test_put_replaces_an_existing_entry(any_store: KVStore) -> None:
 
 
 def test_put_refuses_wrong_keys_and_malformed_blocks(any_store: KVStore) -> None:
-    with pytest.raises(ValueError, match=r"expected .*store_key"):
+    with pytest.raises(ValueError, match=r"expected .*kv\.key"):
         any_store.put(KEYS[1], KVS[0])
     empty = make_kv(layers=0)
     with pytest.raises(ValueError, match="1 to 4096; found 0 and 0"):

@@ -85,7 +85,7 @@ def test_object_store_used_before_a_fork_raises() -> None:
             store.stats,
         ]
         for use in uses:
-            with pytest.raises(StoreError, match="start processes by 'spawn' or 'forkserver'"):
+            with pytest.raises(StoreError, match="use the start method 'spawn' or 'forkserver'"):
                 use()
 
     assert passes_in_a_child(work)

@@ -364,11 +364,11 @@ def test_header_with_a_wrong_checksum_is_refused() -> None:
 def test_duplicate_tensor_name_is_refused() -> None:
     content = golden()
     head = content[8 : -len(GOLDEN_DATA)].replace(b'{"__meta', b'{"token_ids":{},"__meta')
-    refused(len(head).to_bytes(8, "little") + head + GOLDEN_DATA, "found a name twice")
+    refused(len(head).to_bytes(8, "little") + head + GOLDEN_DATA, "found a duplicate name")
 
 
 def test_encode_refuses_long_names() -> None:
-    with pytest.raises(ValueError, match="does not fit"):
+    with pytest.raises(ValueError, match="take 2083 bytes together"):
         encode(replace(golden_kv(), fingerprint="f" * 2000))
 
 
@@ -498,8 +498,8 @@ def test_deeply_nested_header_is_refused() -> None:
         ({"keys": (torch.zeros(2, 3, 4, dtype=torch.int8),) * 2}, "floating-point.*int8"),
         ({"values": (torch.zeros(1, 3, 4),) * 2}, "found 2 and 1 in layer 0"),
         ({"handle": "\ud800"}, "surrogates not allowed"),
-        ({"scales": KVScales((), (), torch.float32)}, "with scales must be int8; found .*float32"),
-        ({"handle": ["a list"]}, "must be text, found .*a list"),
+        ({"scales": KVScales((), (), torch.float32)}, "Quantized .* must be int8; found .*float32"),
+        ({"handle": ["a list"]}, "must be strings, found .*a list"),
     ],
 )
 def test_check_storable_refuses_malformed_blocks(change: dict[str, Any], message: str) -> None:
@@ -511,9 +511,9 @@ def test_check_storable_refuses_malformed_blocks(change: dict[str, Any], message
     ("change", "message"),
     [
         ({"scales": None}, "floating-point dtype.*int8"),
-        ({"scales": KVScales((), (), torch.float32)}, "needs float32 scales, of keys"),
+        ({"scales": KVScales((), (), torch.float32)}, "needs float32 scales in each layer"),
         ({"keys": (torch.zeros(2, 3, 5, dtype=torch.int8),) * 2}, "needs float32 scales"),
-        ({"keys": (torch.zeros(2, 3, 4),) * 2}, "with scales must be int8; found torch.float32"),
+        ({"keys": (torch.zeros(2, 3, 4),) * 2}, "Quantized .* must be int8; found torch.float32"),
         ({"scales": torch.int32}, r"cannot be dequantized to torch\.int32"),
     ],
 )

@@ -226,7 +226,7 @@ def test_gc_deletes_unreferenced_entries(new: Raw[MaintainedStore]) -> None:
 def test_gc_refuses_an_empty_set_unless_forced(new: Raw[MaintainedStore]) -> None:
     store = new.store
     for empty in (set[str](), frozenset[str](), list[str]()):
-        with pytest.raises(ValueError, match=r"Found no live handle, .*force=True"):
+        with pytest.raises(ValueError, match=r"live_handles is empty, .*force=True"):
             gc(store, empty, grace_s=0)
     assert gc(store, None, grace_s=0).kept == len(list(store.keys())) == 12
     assert gc(store, set(), grace_s=0, force=True).deleted.count == 12

@@ -123,7 +123,7 @@ def test_hanging_server_fails_at_the_deadline(backend: Any) -> None:
     found = store.get_many([KEY] * 6)
     assert time.monotonic() - started < 2
     assert all(isinstance(one, StoreError) for one in found)
-    assert "no answer before the deadline" in str(found[0])
+    assert "no response before the deadline" in str(found[0])
     assert slow.most == 2
     slow.go.set()
     assert store.get(KEY) is not None
@@ -135,7 +135,7 @@ def test_late_answers_start_no_further_reads(backend: Any, monkeypatch: pytest.M
     parts = -(-backend.head(entry_path(KEY))["size"] // 1000)
     slow = Slow(backend)
     store = ObjectStore("memory://kv", backend=slow, deadline_s=1, parallel=1)  # type: ignore[arg-type]
-    with pytest.raises(StoreError, match="no answer before the deadline"):
+    with pytest.raises(StoreError, match="no response before the deadline"):
         store.get(KEY)
     slow.go.set()
     store._client.deadline_s = 60
@@ -181,7 +181,7 @@ def test_pickles_without_backend(s3: str, store: ObjectStore) -> None:
     again = pickle.loads(pickle.dumps(opened))
     assert repr(again) == f"ObjectStore({s3!r})"
     assert same(again.get(KEY), KV)
-    with pytest.raises(TypeError, match="open the store by its address alone"):
+    with pytest.raises(TypeError, match="open the store with only an address"):
         pickle.dumps(store)
 
 

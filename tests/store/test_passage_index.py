@@ -82,7 +82,7 @@ def test_unexpected_read_error_is_logged(
 
     monkeypatch.setattr(index.sidecar, "names", fails)
     assert found(index, *TEXTS) == []
-    assert "Unexpected error while the index of passages is read: no room" in caplog.text
+    assert "Unexpected error while reading the passage index: no room" in caplog.text
 
 
 def test_background_read_delays_no_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,7 +123,7 @@ def test_store_without_a_sidecar_is_refused() -> None:
     class Plain(MemoryStore):
         sidecar = None  # type: ignore[assignment]
 
-    with pytest.raises(ValueError, match="cannot keep an index of passages: use a folder"):
+    with pytest.raises(ValueError, match="cannot store a passage index: use a folder"):
         PassageIndex(Plain(1))
 
 
@@ -153,7 +153,7 @@ def test_an_unreadable_index_is_logged_and_known_passages_are_kept(
 
     monkeypatch.setattr(type(store.sidecar), "names", fail)
     assert found(index, *TEXTS) == [TEXTS[0]]
-    assert "The index of passages cannot be read: cannot list" in caplog.text
+    assert "Cannot read the passage index: cannot list" in caplog.text
 
 
 def test_index_files_are_private_and_not_entries(tmp_path: Path) -> None:

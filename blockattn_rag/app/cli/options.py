@@ -1,4 +1,4 @@
-"""Options that several commands share, with checks of their values."""
+"""Options shared by several commands, and validation of their values."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import typer
 from blockattn_rag import store as kv_store
 from blockattn_rag.app.rag.database import MANIFEST, Manifest
 
-DatabaseOption = Annotated[Path, typer.Option("--db", help="Database folder, made by `ingest`.")]
+DatabaseOption = Annotated[Path, typer.Option("--db", help="Database folder, created by `ingest`.")]
 DTYPE_HELP = (
-    "Type of the weights: float32, bfloat16, float16, or, in process, int8 or nf4 (4 bits) to "
-    "save memory."
+    "Dtype of the weights: float32, bfloat16, float16 or, in process, int8 or nf4 (4 bits) to save "
+    "memory."
 )
 DtypeOption = Annotated[str, typer.Option(help=f"{DTYPE_HELP} Default: auto.")]
 KV_DTYPE_HELP = (
-    "Type of the stored keys and values: model (the model's own type) or int8 (half the size of "
-    "16 bits, with nearly the same answers)."
+    "Dtype of the stored keys and values: model (the model's dtype) or int8 (half the size of 16 "
+    "bits, with nearly the same answers)."
 )
 KVDtypeName = Literal["model", "int8"]  # Importing kv.KVDtype would load torch.
 KVDtypeOption = Annotated[KVDtypeName, typer.Option(help=KV_DTYPE_HELP)]
@@ -34,12 +34,12 @@ RecipeOption = Annotated[
 StoreArgument = Annotated[
     str,
     typer.Argument(
-        help="A KV store: its folder, an address such as s3://bucket/kv, or a database folder."
+        help="KV store: its folder, an address such as s3://bucket/kv, or a database folder."
     ),
 ]
-FolderArgument = Annotated[str, typer.Argument(help="A KV store's folder, or a database folder.")]
+FolderArgument = Annotated[str, typer.Argument(help="Folder of a KV store or a database.")]
 _UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
-"""Seconds of each unit of a time."""
+"""Seconds per time unit."""
 
 
 def absolute_store(address: str | None) -> str | None:
@@ -52,14 +52,14 @@ def absolute_store(address: str | None) -> str | None:
 
 
 def lasting_store(address: str | None) -> str | None:
-    """Like ``absolute_store``, but refuses stores in memory."""
+    """Like ``absolute_store``, but rejects in-memory stores."""
     from blockattn_rag.store.urls import lasts
 
     store = absolute_store(address)
     if store and not lasts(store):
         raise typer.BadParameter(
-            "A store in memory is lost when this command ends; pass a folder or an address such as "
-            "s3://bucket/kv"
+            "An in-memory store is lost when this command ends; pass a folder or an address such "
+            "as s3://bucket/kv"
         )
     return store
 
@@ -78,7 +78,7 @@ def seconds_of(text: str, option: str) -> float:
 
 
 def open_maintained(store: str) -> kv_store.MaintainedStore:
-    """Open the store at an address, in a folder, or of a database folder."""
+    """Open the store at an address, in a folder, or of a database."""
     from blockattn_rag.store.urls import folder_of, scheme_of
 
     scheme = scheme_of(store)
@@ -91,7 +91,7 @@ def open_maintained(store: str) -> kv_store.MaintainedStore:
         return kv_store.DirectoryStore(_store_folder(folder_of(store)), create=False)
     if scheme in ("memory", "redis", "rediss"):
         raise ValueError(
-            f"A store at {scheme}: is a cache, which evicts entries itself; pass the folder or the "
+            f"A store at {scheme}: is a cache, which evicts entries on its own; pass the folder or "
             "address of the store behind it"
         )
     opened = kv_store.open_store(store)
@@ -101,12 +101,12 @@ def open_maintained(store: str) -> kv_store.MaintainedStore:
 
 
 def open_folder(store: str) -> kv_store.DirectoryStore:
-    """Like ``open_maintained``, but only for stores in a folder."""
+    """Like ``open_maintained``, but only for stores in folders."""
     opened = open_maintained(store)
     if not isinstance(opened, kv_store.DirectoryStore):
         raise ValueError(
-            f"Found {opened!r}, expected a folder: other stores do not record when an entry was "
-            "used last. Delete old entries with `blockattn-rag store gc --ttl 30d`"
+            f"Expected a folder, found {opened!r}: other stores do not record when an entry was "
+            "last used. Delete old entries with `blockattn-rag store gc --ttl 30d`"
         )
     return opened
 

@@ -1,4 +1,4 @@
-"""Output of commands: results on stdout, and all other text on stderr, with readable numbers."""
+"""Output of commands: results on stdout, everything else on stderr, with readable numbers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 _NAME_WIDTH = 24
-"""Longest cell, in characters, for which the first column of a table is never folded."""
+"""Maximum width of the first column's cells, in characters, for which they are never folded."""
 
 
 def output_width() -> int | None:
@@ -29,21 +29,21 @@ def output_width() -> int | None:
 
 
 _JSON_FILE: ContextVar[TextIO | None] = ContextVar("json_file", default=None)
-"""File of results as JSON. None: results are printed as text."""
+"""File to write JSON results to. None: results are printed as text."""
 
 stderr = Console(stderr=True)
 stdout = Console(width=output_width())
 
-# Control characters except tab and newline, characters that change the writing direction, and
-# unpaired surrogates, which may occur in file names but cannot be encoded.
+# Control characters except tab and newline, characters that change the text direction, and lone
+# surrogates, which may occur in file names but cannot be encoded.
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def plain(text: str) -> str:
     """Make text safe for a terminal by escaping control characters, such as ESC as ``\\x1b``.
 
-    Passages, answers and file names are untrusted. Everything that this module prints passes
-    through this function, except JSON, which has its own escapes.
+    Passages, answers and file names are untrusted. All output of this module is passed through this
+    function, except JSON, which has its own escapes.
     """
     return _UNPRINTABLE.sub(lambda match: ascii(match[0])[1:-1], text)
 
@@ -62,9 +62,9 @@ def piece(text: str) -> None:
 
 @contextlib.contextmanager
 def printing(as_json: bool) -> Iterator[None]:
-    """Context of a command: with ``as_json``, only ``emit`` prints on stdout, and only JSON.
+    """Context manager for a command. With ``as_json``, stdout contains only JSON from ``emit``.
 
-    All other output to stdout, such as output of libraries, goes to stderr.
+    All other output to stdout, for example from libraries, is redirected to stderr.
     """
     before = _JSON_FILE.set(sys.stdout if as_json else None)
     try:
@@ -75,14 +75,14 @@ def printing(as_json: bool) -> Iterator[None]:
 
 
 def json_file() -> TextIO | None:
-    """The file of results as JSON. None: the command prints text."""
+    """Return the file for JSON results, or None if the command prints text."""
     return _JSON_FILE.get()
 
 
 def emit(data: dict[str, Any], *shown: RenderableType) -> None:
-    """Print a result: ``data`` as one JSON object with ``--json``, otherwise ``shown``."""
+    """Print a result: with ``--json``, ``data`` as a JSON object, otherwise ``shown``."""
     if file := json_file():
-        # ASCII works in every terminal encoding.
+        # ASCII works in all terminal encodings.
         typer.echo(json.dumps(data, ensure_ascii=True, allow_nan=False, default=os.fspath), file)
     else:
         show(*shown)
@@ -101,10 +101,10 @@ def table(
     title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], *, left: Sequence[int] = (0,)
 ) -> RenderableType:
     """Create a table with a title. Columns in ``left`` are left-aligned, others right-aligned."""
-    # Tables are as narrow as possible, so that wide tables fit in a terminal.
+    # Make tables as narrow as possible, so that wide tables fit in a terminal.
     result = Table(box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False, show_edge=False)
     cells = [[plain(str(cell)) for cell in row] for row in rows]
-    # Short names are not folded. Long paths are, because they would squeeze the other columns.
+    # Fold only long names, such as paths, which would squeeze the other columns.
     are_short = all(len(row[0]) <= _NAME_WIDTH for row in cells)
     for i, column in enumerate(columns):
         side: Literal["left", "right"] = "left" if i in left else "right"
@@ -112,7 +112,7 @@ def table(
         result.add_column(column, justify=side, overflow="fold", no_wrap=no_wrap)
     for row in cells:
         result.add_row(*map(escape, row))
-    # The title is separate because rich would fold it to the width of the table.
+    # The title is separate, because rich would fold it to the table's width.
     return Group(Text(plain(title), style="italic"), result)
 
 

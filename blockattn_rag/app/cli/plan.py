@@ -1,4 +1,4 @@
-"""``blockattn-rag plan``: disk, memory and times of a collection, from a model's config."""
+"""``blockattn-rag plan``: disk, memory and times for a collection, from a model's config."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 GIB = 1 << 30
 _DEVICE_BYTES_PER_S = {"cpu": 10e9, "cuda": 2e12}
-"""Memory bandwidths of a typical machine and of a data center GPU."""
+"""Memory bandwidth of a typical machine and of a data-center GPU."""
 
 
 def plan(
-    passages: Annotated[int, typer.Option(min=1, help="Passages in the collection.")],
+    passages: Annotated[int, typer.Option(min=1, help="Number of passages in the collection.")],
     model: Annotated[
         str,
         typer.Option(
@@ -35,7 +35,7 @@ def plan(
     dtype: Annotated[
         str | None,
         typer.Option(
-            help="Type of keys and values. Default: float32 on a CPU, the model's own on a GPU."
+            help="Dtype of keys and values. Default: float32 on a CPU, the model's on a GPU."
         ),
     ] = None,
     kv_dtype: KVDtypeOption = "model",
@@ -54,7 +54,7 @@ def plan(
 ) -> None:
     """Estimate storage, ingestion time and time to first token from a model's config.
 
-    No weights are needed. The estimate assumes the free disk space of this machine, 25 GB/s from
+    No weights are needed. The estimate assumes this machine's free disk space, 25 GB/s from host
     memory to a GPU, and 2 GB/s from disk.
     """
     if tflops is not None and tflops <= 0:
@@ -101,8 +101,8 @@ def _machine(
     device = "cuda" if on_gpu else "cpu"
     if tflops is None and on_gpu and not torch.cuda.is_available():
         raise ValueError(
-            "Found --gpu-memory, but no GPU to measure: also pass --tflops, the speed that the GPU "
-            "reaches in practice (about 600 for an H100 in bfloat16, 100 for an RTX 4090)."
+            "--gpu-memory was passed, but there is no GPU to measure: also pass --tflops, the "
+            "GPU's speed in practice (about 600 for an H100 in bfloat16, 100 for an RTX 4090)."
         )
     return Machine(
         memory_bytes=psutil.virtual_memory().total if memory is None else int(memory * GIB),
@@ -131,9 +131,9 @@ def _lines(title: str, passages: int, estimate: CapacityPlan, machine: Machine) 
         f"Storage: {size(estimate.passage_bytes)} per passage, {size(estimate.total_bytes)} in all "
         f"({size(estimate.footprint.bytes_per_token)} per token). Encoding all: "
         f"{duration(estimate.ingest_s)}. Full prefill: {duration(estimate.full_ttft_s)}.",
-        "Computing is faster than reuse here, wherever the blocks are stored."
+        "A full prefill is faster than reuse here, wherever the blocks are stored."
         if speed is None
-        else f"Below {size(speed)}/s, reading a store is slower than computing.",
+        else f"Below {size(speed)}/s, reading from a store is slower than a full prefill.",
         f"Estimated at {machine.operations_per_s / 1e12:.2f} * 10^12 operations/s, "
         f"{machine.device_bytes_per_s / 1e9:.0f} GB/s of the device's memory, "
         f"{machine.transfer_bytes_per_s / 1e9:.0f} GB/s to a GPU, "
@@ -143,4 +143,4 @@ def _lines(title: str, passages: int, estimate: CapacityPlan, machine: Machine) 
 
 def _gain(estimate: CapacityPlan, tier: CapacityTier) -> str:
     gain = f"{estimate.full_ttft_s / tier.ttft_s:.1f} x"
-    return gain if tier.ttft_s < estimate.full_ttft_s else f"{gain}: slower than computing"
+    return gain if tier.ttft_s < estimate.full_ttft_s else f"{gain}: slower than full prefill"

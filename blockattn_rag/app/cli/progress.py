@@ -1,4 +1,4 @@
-"""Progress on stderr: spinners, bars in a terminal, lines in a file or pipe."""
+"""Progress on stderr: spinners and bars in a terminal, lines in a file or pipe."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 from blockattn_rag.app.cli.output import duration, note, stderr
 
 PATIENCE_S = 2.0
-"""Longer waits are reported."""
+"""Seconds after which a wait is reported."""
 _EVERY_S = 20.0
-"""Seconds between reports of a long stage in a file or pipe."""
+"""Seconds between progress lines of a long stage, in a file or pipe."""
 _SPEED_S = 600.0
-"""Seconds over which a bar measures the speed that gives the remaining time."""
+"""Seconds over which a bar averages the speed, to estimate the remaining time."""
 _LEAST_SHARE = 0.05
-"""Share of a stage after which its remaining time is reported."""
+"""Fraction of a stage after which the remaining time is reported."""
 
 
 @contextlib.contextmanager
@@ -35,7 +35,7 @@ def spinner(text: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def waiting(text: str) -> Iterator[None]:
-    """Show a spinner, and afterwards a line with the duration if the wait was long.
+    """Show a spinner and, after a long wait, a line with the duration.
 
     Without a terminal, a line is also printed during a long wait.
     """
@@ -55,14 +55,14 @@ def waiting(text: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def stage_progress(description: str) -> Iterator[Callable[[int, int], None]]:
-    """Show the progress of one stage. Yields a function of (done, total)."""
+    """Show the progress of a stage. Yields a callback for (done, total)."""
     with stages() as report:
         yield lambda done, total: report(description, done, total)
 
 
 @contextlib.contextmanager
 def counter(description: str) -> Iterator[Callable[[int], None]]:
-    """Show a count whose total is unknown. Yields a function of the count."""
+    """Show a count without a known total. Yields a callback for the count."""
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
     columns = (SpinnerColumn(), TextColumn("{task.description}: {task.completed:,.0f}"))
@@ -73,11 +73,10 @@ def counter(description: str) -> Iterator[Callable[[int], None]]:
 
 @contextlib.contextmanager
 def stages() -> Iterator[Callable[[str, int, int], None]]:
-    """Show the progress of several stages. Yields a function of (stage, done, total).
+    """Show the progress of several stages. Yields a callback for (stage, done, total).
 
-    A terminal shows a bar with the remaining time for each stage. In a file or pipe, each stage
-    prints a line at its start, a line every ``_EVERY_S`` seconds, and a line at its end if it took
-    long.
+    In a terminal, each stage has a bar with the remaining time. In a file or pipe, each stage
+    prints a line when it starts, every ``_EVERY_S`` seconds, and, if it took long, when it ends.
     """
     if not stderr.is_terminal:
         yield _Lines()
@@ -99,7 +98,7 @@ def stages() -> Iterator[Callable[[str, int, int], None]]:
         TextColumn("left:"),
         TimeRemainingColumn(),
     )
-    # By default, the remaining time follows the speed of the last 30 s, which is less than a batch.
+    # By default, the speed is averaged over 30 s, which is less than a batch may take.
     with Progress(*columns, console=stderr, transient=False, speed_estimate_period=_SPEED_S) as bar:
         tasks: dict[str, Any] = {}
 
@@ -112,7 +111,7 @@ def stages() -> Iterator[Callable[[str, int, int], None]]:
 
 
 class _Lines:
-    """Progress as lines, for files and pipes."""
+    """Prints progress as lines, for files and pipes."""
 
     def __init__(self) -> None:
         self._stage, self._first, self._done = "", 0, 0
@@ -133,7 +132,7 @@ class _Lines:
         elif now - self._reported_s > _EVERY_S and done > self._first:
             self._reported_s = now
             passed = f"{stage}: {done:,} of {total:,} after {duration(seconds)}"
-            # No estimate yet: the first items take longer, because they warm up caches.
+            # No estimate yet, because the first items take longer while caches warm up.
             is_early = done - self._first < _LEAST_SHARE * total
             left_s = seconds * (total - done) / (done - self._first)
             note(passed if is_early else f"{passed}, about {duration(left_s)} left")

@@ -1,4 +1,4 @@
-"""``blockattn-rag repair``: make a recipe that improves a model's answers in block mode."""
+"""``blockattn-rag repair``: create a recipe that improves a model's block-mode answers."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ _EMBEDDED_AT_ONCE = 512
 _LINE = '.jsonl or .jsonl.gz, one per line: {"title": "...", "text": "..."}'
 _ENCODED_AT_ONCE = 64
 _DATABASE_FORMAT = "ask"
-RECIPE_FOLDER = "recipe"  # Repeated here, because importing store/directory.py would load torch.
+RECIPE_FOLDER = "recipe"  # Duplicated, because importing store/directory.py would load torch.
 
 
 def repair(
-    db: Annotated[Path | None, typer.Option(help="Database folder, made by `ingest`.")] = None,
+    db: Annotated[Path | None, typer.Option(help="Database folder, created by `ingest`.")] = None,
     model: Annotated[
         str | None,
         typer.Option(help=f"{MODEL_HELP} Default: the database's.", callback=existing_model),
@@ -47,14 +47,14 @@ def repair(
         typer.Option(
             help='Real questions, .jsonl or .jsonl.gz, one per line: {"question": "..."}. Optional '
             'fields: "answers", a list, to count right answers; "passages", in the format of '
-            "`eval`. Default: the model writes questions about the passages."
+            "`eval`. Default: the model generates questions about the passages."
         ),
     ] = None,
     output: Annotated[
         Path | None,
         typer.Option(
-            help="Folder of the recipe. Default: `recipe` in the database's or the model's folder, "
-            "or NAME-recipe here if the model is not a folder."
+            help="Folder for the recipe. Default: `recipe` in the database's or the model's "
+            "folder, or NAME-recipe here if the model is not a folder."
         ),
     ] = None,
     minutes: Annotated[
@@ -65,17 +65,16 @@ def repair(
         typer.Option(
             min=0,
             max=1,
-            help="Share of full mode's answers that the recipe must keep: right answers if enough "
-            "are known, else tokens. The cheapest recipe that keeps as many is chosen.",
+            help="Fraction of full mode's answers that the recipe must keep: right answers if "
+            "there are enough, else tokens. The cheapest recipe that does is chosen.",
         ),
     ] = 0.95,
 ) -> None:
-    """Make a recipe that improves the block mode of a model without block fine-tuning.
+    """Create a recipe that improves block-mode answers of a model without block fine-tuning.
 
-    The recipe is fitted to the model's own answers in full mode, so no labels are needed. The
-    cheapest recipe that keeps enough of full mode's answers is measured on held-out questions and
-    written next to the database, where `ask` finds it. Run the same command again to resume an
-    interrupted run.
+    The recipe is fitted to the model's own full-mode answers, so no labels are needed. The cheapest
+    recipe that keeps enough of these answers is measured on held-out questions and written next to
+    the database, where `ask` finds it. Run the same command again to resume an interrupted run.
     """
     started = time.monotonic()
     from blockattn_rag.lab.repair.run import repair as run
@@ -122,7 +121,7 @@ def _job(
     output: Path | None,
 ) -> _Job:
     if db is not None and passages is not None:
-        raise typer.BadParameter("Found --db and --passages, expected one of them")
+        raise typer.BadParameter("Expected either --db or --passages, found both")
     if db is not None:
         return _of_database(db, model, questions, output)
     if model is None or (passages is None and questions is None):
@@ -191,7 +190,7 @@ def _of_files(
     asked = None
     if questions is not None:
         asked = read_questions(questions, nearest, LIMITS.passages)
-    # Packing is off because training would pack the weights again at every change of mode.
+    # Packing is off, because training would repack the weights at every mode change.
     loaded = BlockModel.from_pretrained(model, pack_weights=False)
     form, tokenizer = format_for(AUTO_FORMAT, loaded.name), loaded.tokenizer.tokenizer
     material = Material(
@@ -206,9 +205,9 @@ def _of_files(
 
 
 def _beside_model(model: str) -> Path:
-    """Folder where ``auto`` finds the recipe of a model.
+    """Return the folder where ``auto`` finds a model's recipe.
 
-    If the model is not a folder: a folder in the current directory.
+    If the model is not a folder, this is a folder in the current directory.
     """
     path = Path(model).expanduser()
     if path.exists():
@@ -217,7 +216,7 @@ def _beside_model(model: str) -> Path:
 
 
 class _Lexical:
-    """Retriever that returns the passages with the most words in common with a text."""
+    """Retriever that returns the passages that share the most words with a text."""
 
     def __init__(self, passages: Sequence[Passage]) -> None:
         import numpy as np
@@ -246,9 +245,9 @@ class _Lexical:
 def _encode_passages(
     database: Database, recipe: Recipe, until: float, report: Progress
 ) -> tuple[int, int]:
-    """Encode the passages of a database with a recipe until a time limit. Returns (encoded, all).
+    """Encode a database's passages with a recipe, up to a time limit. Returns (encoded, total).
 
-    Passages that are stored with the recipe's sink and without an adapter are not computed again.
+    Passages that are already stored with the recipe's sink and without an adapter are skipped.
     """
     from blockattn_rag.app.rag.passages import all_passages
     from blockattn_rag.prompts.blocks import Block

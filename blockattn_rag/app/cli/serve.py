@@ -1,4 +1,4 @@
-"""``blockattn-rag serve``: vLLM with this package's connector, in one command."""
+"""``blockattn-rag serve``: run vLLM with this package's connector."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _PLAIN: dict[str, Any] = {
 
 
 class WithVllmOptions(TyperCommand):
-    """Passes all arguments after ``--`` to vLLM, as ``ctx.args``."""
+    """Command that collects all arguments after ``--`` in ``ctx.args``, for vLLM."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         end = args.index("--") if "--" in args else len(args)
@@ -78,22 +78,22 @@ def serve(
     recognize: Annotated[
         bool,
         typer.Option(
-            help="Find stored passages in the plain text of OpenAI clients, except in system "
+            help="Recognize stored passages in plain text of OpenAI clients, except in system "
             "messages."
         ),
     ] = False,
     sources: Annotated[
         bool,
         typer.Option(
-            help="Like --recognize; also store and reuse text that chat front ends, such as Open "
-            "WebUI, mark as sources."
+            help="Like --recognize, and also store and reuse text that chat front ends, such as "
+            "Open WebUI, mark as sources."
         ),
     ] = False,
 ) -> None:
-    """Serve a model with vLLM, which reuses the stored passages. Ctrl-C stops it.
+    """Serve a model with vLLM, reusing stored passages. Ctrl-C stops the server.
 
-    Pass options of vLLM after --, such as -- --max-model-len 8192. The command waits until the
-    server is ready, checks its answers, and prints its address. The API key, if any, is read from
+    Pass vLLM options after --, such as -- --max-model-len 8192. The command waits until the server
+    is ready, checks its answers, and prints its address. The API key, if any, is read from
     VLLM_API_KEY.
     """
     from blockattn_rag.server import launch
@@ -137,29 +137,29 @@ def _served(
     if db is not None:
         if model or store or recipe or dtype != "auto":
             raise typer.BadParameter(
-                "A database has its own model, store, recipe and dtype; leave them out"
+                "A database already has a model, store, recipe and dtype; remove these arguments"
             )
         return Served.of_database(db)
     if model is None or store is None:
-        raise typer.BadParameter("Expected a MODEL and a --store, or a database as --db")
+        raise typer.BadParameter("Expected a MODEL and a --store, or a database (--db)")
     chosen = absolute_recipe(recipe) or "auto"
     return Served(model=model, store=store, recipe=chosen, dtype=dtype)
 
 
 def _check(url: str, address: str) -> ServerInfo:
-    """Run the self-check, and return the server's description."""
+    """Run the self-check, and return the server's info."""
     from blockattn_rag.check.server import check_server
     from blockattn_rag.server import ServerClient
 
-    # A proxy for other hosts must not answer for this one.
+    # Do not send local requests to a proxy.
     proxied = os.environ.get("NO_PROXY") or os.environ.get("no_proxy") or ""
     os.environ["NO_PROXY"] = os.environ["no_proxy"] = f"{proxied},{address}".strip(",")
     with waiting("checking the server"):
         report = check_server(ServerClient(url, os.environ.get(_KEY)))
     if not report.passed:
         stderr.print(rows_table(url, report))
-        raise ServingError("The server does not answer as it should, and is stopped")
-    note(f"The server answers as it should: {count(len(report.rows), 'check')} passed")
+        raise ServingError("The server did not pass its checks; it will be stopped")
+    note(f"The server works correctly: {count(len(report.rows), 'check')} passed")
     return report.info
 
 
@@ -179,10 +179,10 @@ def _log(line: str) -> None:
 
 @contextlib.contextmanager
 def _ending_on_signals() -> Iterator[None]:
-    """Leave the context on Ctrl-C, with KeyboardInterrupt, and on SIGTERM, with status 0.
+    """Exit on Ctrl-C, with KeyboardInterrupt, and on SIGTERM, with status 0.
 
-    Shells ignore Ctrl-C in background commands, and a container's first process ignores SIGTERM,
-    unless the process handles them. An ignored SIGHUP stays ignored, as ``nohup`` needs it.
+    Without a handler, background commands of a shell ignore Ctrl-C, and a container's first process
+    ignores SIGTERM. An ignored SIGHUP stays ignored, as ``nohup`` requires.
     """
     handlers: dict[int, Any] = {
         signal.SIGINT: signal.default_int_handler,

@@ -47,7 +47,7 @@ _HANDLE = re.compile(r"[0-9a-f]{32}")
 _USERS = "a database folder, a folder of embedded Chroma, or a Chroma server (http://host:8000)"
 _COLUMNS = ("model", "namespace", "kept in", "entries", "tokens", "size")
 
-app = typer.Typer(no_args_is_help=True, help="Inspect and clean a KV store.")
+app = typer.Typer(no_args_is_help=True, help="Inspect and clean up a KV store.")
 
 
 @app.command()
@@ -55,7 +55,7 @@ def gc(
     store: StoreArgument,
     db: Annotated[
         list[str] | None,
-        typer.Option(help=f"User of the store: {_USERS}. Its passages are kept. Repeatable."),
+        typer.Option(help=f"User of the store, whose passages are kept: {_USERS}. Repeatable."),
     ] = None,
     grace: Annotated[
         str, typer.Option(help="Keep entries used within this time: 90s, 30m, 24h, 7d.")
@@ -63,31 +63,31 @@ def gc(
     ttl: Annotated[
         str | None,
         typer.Option(
-            help="Also delete entries that were not used for this time, even if passages refer to "
-            "them. In object stores, the time since an entry was written counts."
+            help="Also delete entries that have not been used for this time, even if passages "
+            "refer to them. In object stores, the time since the last write counts."
         ),
     ] = None,
     namespace: Annotated[
         list[str] | None,
         typer.Option(
-            help=f"Clean only this namespace, or '{_ALL}' for all. Repeatable. Default: the "
-            "namespaces of the database folders, or the unnamed namespace."
+            help=f"Namespace to clean up, or '{_ALL}' for all. Repeatable. Default: the namespaces "
+            "of the database folders, or the unnamed namespace."
         ),
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Delete nothing, only report.")
+        bool, typer.Option("--dry-run", help="Report without deleting anything.")
     ] = False,
     force: Annotated[
-        bool, typer.Option("--force", help="Delete every entry, even if no passage is in use.")
+        bool, typer.Option("--force", help="Delete all entries, even if no passage is in use.")
     ] = False,
 ) -> None:
-    """Delete entries that no passage refers to, or that are old.
+    """Delete entries that no passage refers to, or that are too old.
 
-    Passages are in use if they are in Chroma (--db). For the store of a database folder, the
-    passages of the database always count. Entries without a passage, such as the instructions
-    before passages, are also deleted after the grace period, and recomputed when needed. With --ttl
-    alone, only the age of entries matters. For other vector stores, use blockattn_rag.store.gc in
-    Python.
+    Passages are in use if they are in Chroma (--db). If the store belongs to a database folder,
+    that database's passages always count. Entries without a passage, such as the instructions
+    before passages, are also deleted after the grace period, and encoded again when needed. With
+    only --ttl, deletion depends only on the age of entries. For other vector stores, use
+    blockattn_rag.store.gc in Python.
     """
     grace_s, ttl_s = seconds_of(grace, "--grace"), None if ttl is None else seconds_of(ttl, "--ttl")
     users = list(db or [])
@@ -101,12 +101,12 @@ def gc(
     if not by_age and not kept and not force:
         raise ValueError(
             f"Found no handle in {count(len(names), 'collection')} of "
-            f"{count(len(users), 'Chroma database')}, so every entry would be deleted; name "
-            "the databases that use this store (--db), use blockattn_rag.store.gc in Python for "
-            "another vector store, or pass --force"
+            f"{count(len(users), 'Chroma database')}, so every entry would be deleted; pass the "
+            "databases that use this store (--db), use blockattn_rag.store.gc in Python for other "
+            "vector stores, or pass --force"
         )
-    # Passages added after the look-up may refer to stored entries, so the grace period starts
-    # at the look-up.
+    # Passages added after the lookup may refer to stored entries, so the grace period starts at the
+    # lookup.
     young_s = grace_s + max(0.0, time.time() - looked_up_s)
     if ttl_s is not None and ttl_s >= grace_s:
         ttl_s = max(ttl_s, young_s)
@@ -133,7 +133,7 @@ def gc(
         f"used recently; {count(len(kept), 'handle')} in {count(len(names), 'collection')}"
     )
     if report.other:
-        summary += f"; {count(report.other, 'entry')} in other namespaces not judged"
+        summary += f"; {count(report.other, 'entry')} in other namespaces ignored"
     emit(data, summary)
     if report.errors:
         raise typer.Exit(1)
@@ -165,8 +165,7 @@ def _chroma(user: str) -> ClientAPI:
 
 
 def _namespaces_of(named: list[str], users: list[str]) -> set[str] | None:
-    """Namespaces to clean: ``named``, else the namespaces of the databases. None: all
-    namespaces."""
+    """Return the namespaces to clean up: ``named``, else those of the databases. None: all."""
     if _ALL in named:
         return None
     manifests = [Manifest.read(Path(user)) for user in users]
@@ -184,7 +183,7 @@ def _counted(handles: Iterable[str], tick: Callable[[int], None]) -> Iterator[st
 
 @app.command()
 def stats(store: StoreArgument) -> None:
-    """Count entries, tokens and bytes by model, namespace and type."""
+    """Count entries, tokens and bytes by model, namespace and dtype."""
     kinds, unreadable = _kinds(open_maintained(store))
     total: Counter[str] = Counter(entries=0, tokens=0, bytes=0)
     groups: dict[str, dict[str, Counter[str]]] = {name: {} for name in _GROUPS}
@@ -198,7 +197,7 @@ def stats(store: StoreArgument) -> None:
     ]
     rows.append(("all", "", "", *_cells(total)))
     if unreadable:
-        note(f"note: {unreadable.count} more cannot be used; see `blockattn-rag store verify`")
+        note(f"note: {unreadable.count} entries cannot be used; see `blockattn-rag store verify`")
     data = {"store": store, **total, **groups, "unreadable": asdict(unreadable)}
     emit(data, table(str(store), _COLUMNS, rows))
 
@@ -227,7 +226,7 @@ def _kinds(
 
 @app.command("ls")
 def list_entries(store: StoreArgument) -> None:
-    """List entries with key, bytes, and the time of the last use (in object stores: of writing)."""
+    """List entries with key, bytes, and time of the last use (in object stores: last write)."""
     rows: Iterator[dict[str, Any]] = (
         {"key": entry.key, "bytes": entry.nbytes, "used": _time(entry.used_ns)}
         for entry in open_maintained(store).entries()
@@ -236,7 +235,7 @@ def list_entries(store: StoreArgument) -> None:
         for row in rows:
             typer.echo(plain("  ".join(str(value) for value in row.values())))
         return
-    # One object, written while entries are listed.
+    # A single JSON object, written while entries are being listed.
     typer.echo(f'{{"store": {json.dumps(store)}, "entries": [', file, nl=False)
     for number, row in enumerate(rows):
         typer.echo(f"{', ' if number else ''}{json.dumps(row)}", file, nl=False)
@@ -246,7 +245,7 @@ def list_entries(store: StoreArgument) -> None:
 def _time(used_ns: int) -> str:
     try:
         return datetime.fromtimestamp(used_ns // 10**9, UTC).isoformat()
-    except (ValueError, OverflowError):  # A wrong clock caused this time.
+    except (ValueError, OverflowError):  # The time comes from a wrong clock.
         return f"{used_ns} ns"
 
 
@@ -254,16 +253,17 @@ def _time(used_ns: int) -> str:
 def verify(
     store: StoreArgument,
     delete: Annotated[
-        bool, typer.Option("--delete", help="Delete damaged entries; they will be recomputed.")
+        bool,
+        typer.Option("--delete", help="Delete damaged entries, so that they are encoded again."),
     ] = False,
     sample: Annotated[
-        str, typer.Option(help="Share of the entries to read, chosen at random: 1% or 0.01.")
+        str, typer.Option(help="Random fraction of the entries to read: 1% or 0.01.")
     ] = "100%",
 ) -> None:
-    """Read and check entries. The exit status is 1 if damaged or unreadable entries remain.
+    """Read and verify entries. The exit status is 1 if damaged or unreadable entries remain.
 
-    An entry that could not be read, because of missing memory or permission, may be intact. It is
-    reported and not deleted.
+    Entries that could not be read because of insufficient memory or permissions may be intact. They
+    are reported, but not deleted.
     """
     share = _share(sample)
     with counter("verified") as tick:
@@ -279,9 +279,9 @@ def verify(
     for error in report.errors.first.values():
         note(f"note: {error}")
     summary = (
-        f"{count(report.ok, 'entry')} intact ({size(report.total_bytes)}), "
-        f"{report.damaged.count} damaged, {report.unread.count} not readable, "
-        f"{report.deleted} deleted, {count(report.leftovers.count, 'temporary file')}"
+        f"{count(report.ok, 'entry')} intact ({size(report.total_bytes)}), {report.damaged.count} "
+        f"damaged, {report.unread.count} unreadable, {report.deleted} deleted, "
+        f"{count(report.leftovers.count, 'temporary file')}"
     )
     if report.skipped:
         summary += f"; {count(report.skipped, 'entry')} not in the sample"
@@ -292,10 +292,10 @@ def verify(
 
 @app.command()
 def index(store: StoreArgument) -> None:
-    """Merge the files of the index of passages, and drop passages that are not stored.
+    """Merge the files of the passage index, and drop passages that are not stored.
 
-    For a database folder, its passages are added if they are missing, so that an index that was
-    deleted or damaged is complete again.
+    For a database folder, missing passages are added, so that a deleted or damaged index is
+    rebuilt.
     """
     with counter("entries read") as tick:
         from blockattn_rag.prompts.recognition import entries_of
@@ -319,10 +319,10 @@ def shrink(
         str, typer.Option(help="Maximum size of the entries: 500MB, 20GB, 20GiB, or bytes.")
     ],
 ) -> None:
-    """Delete the least recently used entries until the store has at most a given size.
+    """Delete the least recently used entries until the store is within a size limit.
 
-    Entries are deleted even if passages refer to them, and recomputed when they are needed. In
-    Python, `DirectoryStore(path, max_bytes=…)` limits the size of a store permanently.
+    Entries are deleted even if passages refer to them, and encoded again when needed. In Python,
+    `DirectoryStore(path, max_bytes=…)` limits a store's size permanently.
     """
     most = _bytes(max_bytes)
     report = kv_store.shrink(open_folder(store), most)
@@ -347,6 +347,6 @@ def _share(text: str) -> float:
     share = float(match[1]) / (100 if match[2] else 1) if match else 0.0
     if not 0 < share <= 1:
         raise typer.BadParameter(
-            f"Expected a share such as 1% or 0.01, found {text!r}", param_hint="--sample"
+            f"Expected a fraction such as 1% or 0.01, found {text!r}", param_hint="--sample"
         )
     return share

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 def train(
     model: Annotated[str, typer.Option(help=MODEL_HELP, callback=existing_model)],
-    output: Annotated[Path, typer.Option(help="Folder of the result. Created at the end.")],
-    data: Annotated[list[Path], typer.Option(help="Training data, JSON lines. Repeatable.")],
+    output: Annotated[Path, typer.Option(help="Folder for the result. Created at the end.")],
+    data: Annotated[list[Path], typer.Option(help="Training data, JSON Lines. Repeatable.")],
     eval_data: Annotated[
-        list[Path] | None, typer.Option(help="Evaluation data, JSON lines. Repeatable.")
+        list[Path] | None, typer.Option(help="Evaluation data, JSON Lines. Repeatable.")
     ] = None,
     epochs: Annotated[float, typer.Option(help="Passes over the data.")] = 1.0,
     learning_rate: Annotated[float, typer.Option(help="Peak learning rate.")] = 2e-5,
@@ -36,17 +36,17 @@ def train(
         bool,
         typer.Option(
             "--gradient-checkpointing",
-            help="Recompute activations in the backward pass: less memory, more time.",
+            help="Recompute activations in the backward pass, to save memory at the cost of time.",
         ),
     ] = False,
 ) -> None:
-    """Fine-tune a model to answer in block mode as well as in full mode.
+    """Fine-tune a model to answer in both block mode and full mode.
 
     Each line of the data is a JSON object with "messages", with "prompt", "blocks" and "response",
-    or with "question", "passages" and "answer". The defaults are the settings of the paper.
+    or with "question", "passages" and "answer". The defaults are the paper's settings.
     FinetuneConfig in Python has more settings. Run the same command again to resume an interrupted
-    run from its last checkpoint. For several GPUs, run
-    `accelerate launch -m blockattn_rag train ...`.
+    run from its last checkpoint. On several GPUs, run `accelerate launch -m blockattn_rag train
+    ...`.
     """
     from blockattn_rag.lab.training.config import FinetuneConfig
     from blockattn_rag.lab.training.finetune import finetune

@@ -1,1 +1,1 @@
-"""The demo: articles and questions, a web page, and the data of the bundled test model."""
+"""Demo: articles and questions, a web page, and data for the bundled test model."""

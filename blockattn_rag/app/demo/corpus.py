@@ -1,4 +1,4 @@
-"""Demo encyclopedia of the bundled model: passages, questions and correct answers.
+"""Demo encyclopedia for the bundled model: passages, questions and correct answers.
 
 ``recipes/bundled_model`` in the repository generated the files in ``data``.
 """
@@ -19,15 +19,15 @@ _DATA = Path(__file__).parent / "data"
 
 @dataclass(frozen=True, slots=True)
 class CorpusQuestion:
-    """A question with the answer in the passages.
+    """Question whose answer is in the passages.
 
     Args:
-        kind: ``"one-passage"`` (one passage states the value), ``"comparison"`` (of two entities)
-            or ``"order"`` (two passages describe one entity, and the later passage is right).
-        expected: Words that a right answer must contain; see :func:`is_correct`.
-        gold: Indices of the passages with the answer, in ``passages``, or in
-            :func:`bundled_corpus` if ``passages`` is empty.
-        passages: Passages of the prompt, in order. Empty: passages are retrieved.
+        kind: ``"one-passage"`` (one passage contains the value), ``"comparison"`` (of two entities)
+            or ``"order"`` (two passages describe the same entity, and the later one is correct).
+        expected: Words that a correct answer must contain; see :func:`is_correct`.
+        gold: Indices of the passages with the answer, in ``passages`` or, if that is empty, in
+            :func:`bundled_corpus`.
+        passages: Passages of the prompt, in order. If empty, passages are retrieved.
     """
 
     kind: str
@@ -40,13 +40,13 @@ class CorpusQuestion:
 
 @cache
 def bundled_corpus() -> tuple[Passage, ...]:
-    """The encyclopedia: 150 passages on invented entities."""
+    """Return the encyclopedia: 150 passages about fictional entities."""
     return tuple(Passage(**record) for record in _records("encyclopedia"))
 
 
 @cache
 def bundled_questions() -> tuple[CorpusQuestion, ...]:
-    """Fifteen questions about the bundled corpus: ten on one passage, five comparisons."""
+    """Return 15 questions about the corpus: 10 about a single passage, and 5 comparisons."""
     return tuple(_question(record) for record in _records("questions"))
 
 
@@ -54,17 +54,17 @@ def bundled_questions() -> tuple[CorpusQuestion, ...]:
 def bundled_samples(
     kind: str, num_passages: int, split: str = "test"
 ) -> tuple[CorpusQuestion, ...]:
-    """Questions with the passages of their prompts.
+    """Return questions with the passages of their prompts.
 
-    The bundled model was trained only on the split ``"train"``. With 5 passages, there are 60 test
-    questions of the kind ``"one-passage"`` and 60 of the kind ``"order"``. With 3 passages, there
-    are 100 test and 160 training questions of the kind ``"one-passage"``.
+    The bundled model was trained only on the split ``"train"``. With 5 passages, there are 60
+    ``"one-passage"`` and 60 ``"order"`` test questions. With 3 passages, there are 100 test and 160
+    training questions of the kind ``"one-passage"``.
     """
     return tuple(_question(record) for record in _records(f"{split}-{kind}-{num_passages}"))
 
 
 def is_correct(question: CorpusQuestion, answer: str) -> bool:
-    """Whether the answer contains the expected words in sequence, ignoring case."""
+    """Whether the answer contains the expected words consecutively, ignoring case."""
     return f" {_normalize(question.expected)} " in f" {_normalize(answer)} "
 
 

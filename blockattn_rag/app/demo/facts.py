@@ -1,7 +1,7 @@
-"""Short articles of general knowledge, and questions that each have their answer in one article.
+"""Short general-knowledge articles, and questions that are each answered by one article.
 
 ``data/facts`` contains the texts and the rules for writing them. The demo ingests the articles and
-asks twelve of the questions. ``benchmarks/facts.py`` in the repository asks all of them.
+asks 12 of the questions. ``benchmarks/facts.py`` in the repository asks all of them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ FOLDER = Path(__file__).parent / "data" / "facts"
 
 @dataclass(frozen=True, slots=True)
 class Article:
-    """A short article. Articles in the same cluster are about the same kind of subject."""
+    """Short article. Articles in the same cluster are about similar subjects."""
 
     id: str
     cluster: str
@@ -29,7 +29,7 @@ class Article:
 
 @dataclass(frozen=True, slots=True)
 class FactQuestion:
-    """A question about one article.
+    """Question about one article.
 
     Attributes:
         answers: Accepted answers. The article contains the first answer verbatim.
@@ -44,7 +44,7 @@ class FactQuestion:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """The complete test set: articles by ID, and questions in file order."""
+    """Complete test set: articles by ID, and questions in file order."""
 
     articles: dict[str, Article]
     questions: tuple[FactQuestion, ...]
@@ -61,9 +61,9 @@ def load() -> Facts:
 
 
 def is_right(answer: str, accepted: Sequence[str]) -> bool:
-    """Whether one of the accepted strings occurs in the answer as whole words, ignoring case.
+    """Whether an accepted string occurs in the answer as whole words, ignoring case.
 
-    A number does not match inside a longer number: "330" matches neither "1330" nor "1,330".
+    A number does not match within a longer number: "330" matches neither "1330" nor "1,330".
     """
     text = " ".join(answer.split())
     return any(

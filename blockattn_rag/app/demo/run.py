@@ -1,8 +1,8 @@
-"""The demo: ingests a collection into Chroma, and answers questions about it in both modes.
+"""Demo that ingests a collection into Chroma, and answers questions about it in both modes.
 
-The collection is the 40 articles of ``demo.facts``. The bundled model, which replaces SmolLM2 if it
-is not installed, cannot answer questions about them. Its collection is the encyclopedia that it was
-trained on.
+The collection consists of the 40 articles in ``demo.facts``. The bundled model, which is used if
+SmolLM2 is not installed, cannot answer questions about them. Its collection is the encyclopedia
+that it was trained on.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 BUNDLED, SMOLLM2 = "bundled", "smollm2"
 _ENCYCLOPEDIA, _FACTS = "encyclopedia", "facts"
-"""Names of the demo's collections in Chroma."""
+"""Names of the demo's Chroma collections."""
 
 MODES: tuple[Mode, ...] = get_args(Mode)
 
@@ -58,7 +58,7 @@ class Collection:
 
 
 def collection_for(model: str) -> Collection:
-    """The encyclopedia for the bundled model, and the articles for every other model."""
+    """Return the encyclopedia for the bundled model, and the articles for all other models."""
     if model == BUNDLED:
         asked = tuple(
             facts.FactQuestion(
@@ -79,7 +79,7 @@ def speedup(ratio: float) -> str:
 
 
 def default_model() -> str:
-    """SmolLM2 if the package with its weights is installed, otherwise the bundled model."""
+    """Return SmolLM2 if the package with its weights is installed, else the bundled model."""
     from blockattn_rag.model.gguf import is_gguf, smollm2
 
     return SMOLLM2 if is_gguf(Path(smollm2())) else BUNDLED
@@ -91,7 +91,7 @@ def default_folder() -> Path:
 
 @dataclass(frozen=True, slots=True)
 class DemoAnswer:
-    """A question and its answers in both modes."""
+    """Question and its answers in both modes."""
 
     asked: facts.FactQuestion
     block: AssistantAnswer
@@ -124,18 +124,18 @@ class DemoAnswer:
 
 
 def _check_folder(folder: Path) -> None:
-    """Refuse a user's database, because the demo would add its passages to it."""
+    """Reject a user's database, because the demo would add passages to it."""
     manifest = Manifest.read(folder)
-    is_own = folder == default_folder()  # A previous version may have made it.
+    is_own = folder == default_folder()  # A previous version may have created it.
     if manifest and not is_own and manifest.collection not in (_ENCYCLOPEDIA, _FACTS):
         raise DatabaseError(
-            f"{folder} is a database with other documents than the demo's: choose another folder "
+            f"{folder} is a database with documents other than the demo's: choose another folder "
             f"(--db), or query this database with blockattn-rag demo --web --db {folder}"
         )
 
 
 class Demo:
-    """A demo in progress: its database, collection and assistant.
+    """Running demo: database, collection and assistant.
 
     Passages that an earlier run stored are reused.
     """
@@ -164,9 +164,10 @@ class Demo:
 def report_of(
     demo: Demo, ingest: IngestReport, answers: Sequence[DemoAnswer], ask_s: float
 ) -> dict[str, Any]:
-    """The report of a finished demo, as plain JSON types. ``ask_s``: seconds of all answers.
+    """Create the report of a completed demo, as plain JSON types. ``ask_s``: seconds for all
+    answers.
 
-    The summary has the right answers, totals of block mode, and medians of the times.
+    The summary contains counts of right answers, block-mode totals, and median timings.
     """
     engine = demo.database.engine
     block, full = (

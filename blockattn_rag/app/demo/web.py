@@ -1,7 +1,7 @@
-"""Web page that answers one question in full mode and in block mode, side by side.
+"""Web page that answers a question in full mode and block mode, side by side.
 
-Questions, passages and answers are untrusted, so this module escapes everything that it shows. Only
-``serve`` needs gradio.
+Questions, passages and answers are untrusted, so this module escapes all displayed text. Only
+``serve`` requires gradio.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 MISSING = missing_extra("gradio", "web")
 MAX_NEW_TOKENS = 80
 _TICK_S = 0.1
-"""Seconds between updates of the clock in a column."""
+"""Seconds between clock updates in a column."""
 
 _STYLE = """<style>
 .ba-bar { display: flex; height: 14px; border-radius: 4px; overflow: hidden; margin: 8px 0 4px }
@@ -44,7 +44,7 @@ _STYLE = """<style>
 
 
 class Retrieved(NamedTuple):
-    """A retrieved passage, and whether it was stored before the question."""
+    """Retrieved passage, and whether it was stored before the question."""
 
     text: str
     tokens: int
@@ -52,7 +52,7 @@ class Retrieved(NamedTuple):
 
 
 class Columns(NamedTuple):
-    """The parts of the page, as HTML."""
+    """Parts of the page, as HTML."""
 
     full: str
     block: str
@@ -60,7 +60,7 @@ class Columns(NamedTuple):
 
 
 class Race:
-    """Answers questions in both modes, one after the other so that neither slows the other down."""
+    """Answers questions in both modes, sequentially, so that neither slows the other down."""
 
     def __init__(self, database: Database, top_k: int = 6) -> None:
         self._database, self._top_k = database, top_k
@@ -126,12 +126,12 @@ class Race:
                         text += pieces.get(timeout=_TICK_S)
                         first_s = first_s or time.perf_counter() - started
                     except Empty:
-                        pass  # Only the clock changes.
+                        pass  # Only update the clock.
                     yield text, first_s or time.perf_counter() - started, None
                 answer = coming.result()
                 yield answer.answer, answer.stats.ttft_s, answer
             finally:
-                closed.set()  # Closing the page stops the answer.
+                closed.set()  # Stop the answer when the page is closed.
 
 
 def _column(
@@ -175,8 +175,8 @@ def is_available() -> bool:
 def serve_page(race: Race, examples: Sequence[str], on_ready: Callable[[str], None]) -> None:
     """Serve the page until Ctrl-C.
 
-    The server listens on 127.0.0.1, or on ``$GRADIO_SERVER_NAME``, and refuses requests for other
-    host names and uploads. ``on_ready`` is called with the address of the page.
+    The server listens on 127.0.0.1 or on ``$GRADIO_SERVER_NAME``, and rejects uploads and requests
+    for other host names. ``on_ready`` is called with the page's address.
     """
     import gradio
 
@@ -203,11 +203,11 @@ def serve_page(race: Race, examples: Sequence[str], on_ready: Callable[[str], No
 
 @asynccontextmanager
 async def _guarded(app: Any) -> AsyncIterator[None]:
-    """Lifespan of a server that refuses foreign host names, and bodies other than JSON.
+    """Lifespan of a server that rejects unknown host names and non-JSON bodies.
 
-    Other websites can make their own name point to the server's address (DNS rebinding) to read its
-    answers. They can also send forms, which would fill the disk with uploads. The checks are
-    outside of the app, because gradio's own middleware adds headers to errors.
+    Malicious websites could point their own name to the server's address (DNS rebinding) to read
+    its answers, or send forms that fill the disk with uploads. The checks are outside of the app,
+    because gradio's middleware adds headers to errors.
     """
     from starlette.datastructures import Headers
     from starlette.middleware.trustedhost import TrustedHostMiddleware

@@ -1,1 +1,1 @@
-"""The pipeline behind the command line: LlamaIndex over Chroma, with block attention."""
+"""Pipeline behind the command line: LlamaIndex and Chroma with block attention."""

@@ -35,7 +35,7 @@ class Turn(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A passage that an answer is based on. ``page`` is the page in a PDF, or empty."""
+    """Passage that an answer is based on. ``page`` is the page in a PDF, or empty."""
 
     source: str
     page: str
@@ -46,18 +46,18 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class AssistantAnswer:
-    """An answer with its sources and reuse statistics.
+    """Answer with its sources and reuse statistics.
 
     Attributes:
-        stats: Totals of all model calls. ``ttft_s`` ends at the first token of the last call, which
-            generates the answer.
+        stats: Totals over all model calls. ``ttft_s`` ends at the first token of the last call,
+            which generates the answer.
         finish_reason: ``"stop"``, ``"length"`` (cut off by ``max_new_tokens`` or the context
             window) or ``"repetition"`` (stopped because the answer repeated itself).
         waited_s: Seconds from the question to the first text, including retrieval.
-        object: The answer as a JSON value, if a schema was given.
+        object: The answer as a JSON value, if there is a schema.
         answered_s: Seconds from the question to the end of the answer.
-        includes_warm_up: Whether the times include one-time costs: this is the assistant's first
-            call in this mode, and ``warm_up`` was not called.
+        includes_warm_up: Whether the times include one-time costs, because this is the assistant's
+            first call in this mode and ``warm_up`` was not called.
     """
 
     question: str
@@ -91,7 +91,7 @@ class AssistantAnswer:
 
 
 class _Outcome(NamedTuple):
-    """Sources and end of an answer."""
+    """Sources and finish reason of an answer."""
 
     nodes: Sequence[NodeWithScore]
     finish_reason: str
@@ -103,7 +103,7 @@ class Assistant:
 
     Args:
         chat_template_kwargs: Variables of the model's chat template, such as ``enable_thinking``.
-        schema: JSON schema that every answer must match. The prompt includes it.
+        schema: JSON schema that answers must match. It is included in the prompt.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class Assistant:
             on_text: Called with each piece of the answer. With a schema, called once with the
                 complete answer.
             history: Earlier turns, oldest first. Passages are retrieved for this question and the
-                previous question.
+                previous one.
         """
         _check_text(question)
         started = time.perf_counter()
@@ -183,7 +183,7 @@ class Assistant:
         )
 
     def _local(self, query: QueryBundle, mode: Mode, take: Callable[[str], None]) -> _Outcome:
-        """Answer with the engine in this process. ``take``: Function for each piece of text."""
+        """Answer with the engine in this process. ``take`` is called with each piece of text."""
         from llama_index.core.query_engine import RetrieverQueryEngine
 
         llm = self._llm(mode)
@@ -203,7 +203,7 @@ class Assistant:
         return _Outcome(response.source_nodes, finish_reason, _total(mode, calls))
 
     def _served(self, query: QueryBundle, mode: Mode, take: Callable[[str], None]) -> _Outcome:
-        """Answer with the server, which makes the same prompt from the passages."""
+        """Answer with the server, which creates the same prompt from the passages."""
         assert self._database.server is not None
         nodes = self._retriever.retrieve(query)
         texts = filter(None, (adapter.canonical_text(node.node) for node in nodes))
@@ -268,9 +268,10 @@ class Assistant:
         return QueryBundle(query, custom_embedding_strs=retrieve_for)
 
     def _store_head(self, llm: adapter.BlockAttentionLLM) -> None:
-        """Store the KV of the instructions before the passages, once. ``store gc`` may delete it.
+        """Encode and store the instructions before the passages, once. ``store gc`` may delete
+        them.
 
-        If the store fails, the question is still answered, and storing is not tried again.
+        If the store fails, the question is still answered, but storing is not retried.
         """
         self._head_was_stored = True
         try:
@@ -288,8 +289,7 @@ def with_history(
 
     Args:
         count: Function that counts the tokens of a text.
-        max_tokens: Maximum number of tokens for the earlier turns. The oldest turns are left out
-            first.
+        max_tokens: Maximum number of tokens for earlier turns. The oldest turns are dropped first.
     """
     kept: list[str] = []
     left = max_tokens
@@ -306,16 +306,15 @@ def with_history(
 def _check_text(question: str) -> None:
     try:
         question.encode()
-    except UnicodeEncodeError as error:  # Python turns invalid bytes into unpaired surrogates
+    except UnicodeEncodeError as error:  # Python decodes invalid bytes as lone surrogates
         raise ValueError(
-            f"Found a question with invalid UTF-8 after {error.start} characters of "
-            f"{question[:80]!a}; convert the input, or set the terminal's encoding"
+            f"Invalid UTF-8 in the question, after {error.start} characters of {question[:80]!a}; "
+            "convert the input, or set the terminal's encoding"
         ) from error
 
 
 def _total(mode: Mode, calls: Sequence[Any]) -> ReuseStats:
-    """Add up the statistics of all model calls. ``ttft_s`` ends at the first token of the last
-    call."""
+    """Sum the statistics of all model calls. ``ttft_s`` ends at the last call's first token."""
     used = [ReuseStats.from_dict(call["usage"]) for call in calls]
     total = sum(used, ReuseStats(mode))
     *_, last = used or [total]
@@ -336,7 +335,7 @@ def _source(hit: NodeWithScore) -> Source:
 
 @contextlib.contextmanager
 def _finished_calls() -> Iterator[list[Any]]:
-    """Collect the ``usage`` and ``finish_reason`` of each model call."""
+    """Collect ``usage`` and ``finish_reason`` of each model call."""
     from llama_index.core.instrumentation.event_handlers import BaseEventHandler
     from llama_index.core.instrumentation.events import BaseEvent
     from llama_index.core.instrumentation.events.llm import LLMChatEndEvent, LLMCompletionEndEvent

@@ -1,4 +1,4 @@
-"""A database folder: Chroma, the KV store, the recipe, and a manifest.
+"""Database folder: Chroma, the KV store, the recipe, and a manifest.
 
 ::
 
@@ -46,7 +46,7 @@ JOURNAL = "journal"
 AUTO_SETTING = "auto"
 MANIFEST_VERSION = 2
 _EARLIER_STOCK = "head:4"
-"""``Manifest.stock`` of databases whose manifest has none."""
+"""``Manifest.stock`` for databases whose manifest has no such field."""
 
 _CHROMA, _CHROMA_FILE = "chroma", "chroma.sqlite3"
 
@@ -61,9 +61,9 @@ class Manifest:
         model: Model that encodes passages. With a server: local name of its tokenizer.
         chunk_size: Maximum length of a passage in tokens.
         recipe: Recipe of block mode: ``"auto"``, settings such as ``"fast"``, or a folder.
-            ``"auto"`` is the folder ``recipe`` of the database, if there is one.
-        stock: Settings of ``"auto"`` for a stock model without a recipe. The settings of the first
-            ingestion stay, because the stored keys and values belong to them.
+            ``"auto"`` uses the database's folder ``recipe``, if it exists.
+        stock: Settings that ``"auto"`` uses for a stock model without a recipe. They are fixed by
+            the first ingestion, because the stored keys and values depend on them.
         store: Address or absolute path of the store. None: the folder ``kv`` of the database.
         servers: Addresses of the servers with the model and the store. Empty: this process.
     """
@@ -85,7 +85,7 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> Manifest | None:
-        """Read the manifest of a folder. None: the folder has no manifest."""
+        """Read a folder's manifest. None if it has none."""
         path = folder / MANIFEST
         if not path.is_file():
             return None
@@ -93,8 +93,8 @@ class Manifest:
             fields = json.loads(path.read_text(encoding="utf-8"))
             if (version := fields.get("version")) != MANIFEST_VERSION:
                 raise DatabaseError(
-                    f"{path} has version {version}, expected {MANIFEST_VERSION}: delete it, "
-                    "or use a new one"
+                    f"{path} has version {version}, expected {MANIFEST_VERSION}: delete it, or use "
+                    "a new one"
                 )
             check_namespace(fields.get("namespace", ""))
             if (kind := fields.get("kv_dtype", "model")) not in ("model", "int8"):
@@ -105,7 +105,7 @@ class Manifest:
             if not isinstance(stock, str) or RecipeOutline.parsed(stock) is None:
                 raise ValueError(f"Found stock {stock!r}, expected {TEXT_FORMS}")
             if server := fields.pop("server", None):
-                # Databases of previous versions have this field.
+                # Databases from previous versions have this field.
                 fields["servers"] = [server]
             return cls(**fields)
         except (ValueError, TypeError, AttributeError) as error:
@@ -114,10 +114,10 @@ class Manifest:
 
 @dataclass(frozen=True)
 class Database:
-    """An open database: folder, manifest, the model that answers, and the embedding.
+    """Open database: folder, manifest, model that answers, and embedding.
 
     Args:
-        model: Engine in this process, or client of a server.
+        model: Engine in this process, or client for a server.
     """
 
     path: Path
@@ -127,10 +127,10 @@ class Database:
 
     @classmethod
     def create(cls, path: Path, settings: Manifest, *, remembers: bool = True) -> Database:
-        """Open a folder for ingestion, and create it if it does not exist.
+        """Open a folder for ingestion. Creates it if it does not exist.
 
         Args:
-            settings: The settings. The fingerprint is taken from the loaded model.
+            settings: Settings of the database. The fingerprint is taken from the loaded model.
             remembers: See :meth:`open`.
         """
         old = Manifest.read(path)
@@ -144,7 +144,7 @@ class Database:
                 "use the same embedding, or ingest into a new folder"
             )
         embedding = load_embedding(settings.embedding)
-        # A server has its own recipe, so the recipe in the manifest does not apply.
+        # A server has a recipe, so the manifest's recipe does not apply.
         used = replace(settings, recipe=AUTO_SETTING) if settings.servers else settings
         model = _load_model(path, used, remembers)
         if old and old.model != settings.model:
@@ -168,12 +168,12 @@ class Database:
     ) -> Database:
         """Open a folder for questions.
 
-        Any model can answer, because handles do not depend on the model. If another model encoded
-        the passages, they are computed again on first use, and stored.
+        Any model can answer, because handles do not depend on the model. If the passages were
+        encoded by another model, they are encoded again on first use, and stored.
 
         Args:
-            remembers: Whether blocks and the ends of conversations stay in memory for later
-                answers. Pass False to time answers as in a new process.
+            remembers: Whether to keep blocks and the ends of conversations in memory for later
+                answers. Pass False to measure answers as in a new process.
         """
         manifest = require_manifest(path)
         servers = [] if model else manifest.servers
@@ -188,8 +188,8 @@ class Database:
         if _fingerprint(loaded) != manifest.fingerprint:
             logger.warning(
                 "%s was encoded by %s in another state (weights, dtype, tokenizer, model, or "
-                "version of this package): passages are computed when first used. To encode all "
-                "of them now, run `blockattn-rag ingest`",
+                "version of this package): passages will be encoded again on first use. To encode "
+                "all of them now, run `blockattn-rag ingest`",
                 path, manifest.model,
             )  # fmt: skip
         database = cls(path, manifest, loaded, embedding)
@@ -197,8 +197,9 @@ class Database:
             recipe_of = database.engine.recipe
             if recipe_of.source == STOCK_SOURCE and manifest.stock != STOCK:
                 logger.warning(
-                    "%s was ingested with the recipe %s, and keeps it; new databases use %s. To "
-                    "use that here, run `blockattn-rag ingest PATH --db %s --recipe auto`",
+                    "%s was ingested with the recipe %s, and continues to use it; new databases "
+                    "use %s. To use that here, run `blockattn-rag ingest PATH --db %s --recipe "
+                    "auto`",
                     path, recipe_of, STOCK, path,
                 )  # fmt: skip
         return database
@@ -212,26 +213,26 @@ class Database:
 
     @property
     def server(self) -> ServerClient | None:
-        """Client of the server that answers. None: the model runs in this process."""
+        """Client for the server that answers, or None if the model runs in this process."""
         from blockattn_rag.engine.engine import BlockAttentionEngine
 
         return None if isinstance(self.model, BlockAttentionEngine) else self.model
 
     @property
     def engine(self) -> BlockAttentionEngine:
-        """The engine, if its model runs in this process."""
+        """Engine. Raises DatabaseError if the model runs on a server."""
         from blockattn_rag.engine.engine import BlockAttentionEngine
 
         if not isinstance(self.model, BlockAttentionEngine):
             raise DatabaseError(
-                f"{self.path} uses the server {self.model.url}, but this command needs the model "
-                "in this process: pass a model with --model"
+                f"{self.path} uses the server {self.model.url}, but this command requires a model "
+                "in this process: pass --model"
             )
         return self.model
 
     @cached_property
     def tokenizer(self) -> BlockTokenizer:
-        """Tokenizer of the model. With a server: the local tokenizer that the manifest names."""
+        """Tokenizer of the model. With a server, the local tokenizer named in the manifest."""
         from blockattn_rag.model.loading import load_tokenizer
         from blockattn_rag.prompts.tokenization import BlockTokenizer
 
@@ -265,11 +266,11 @@ class Database:
 
     @property
     def collection(self) -> Collection:
-        """The Chroma collection. Callers pass the vectors, and Chroma computes no embeddings."""
+        """Chroma collection. Callers pass vectors, so Chroma computes no embeddings."""
         return self.client.get_or_create_collection(
             self.manifest.collection,
             embedding_function=None,
-            # With Chroma's default of 100 candidates, the results of small collections vary.
+            # With Chroma's default of 100 candidates, results in small collections vary.
             configuration={"hnsw": {"space": "cosine", "ef_search": 200}},
         )
 
@@ -279,7 +280,7 @@ def has_passages(path: Path, manifest: Manifest) -> bool:
 
 
 def _delete_collection(path: Path, manifest: Manifest) -> None:
-    """Delete an empty collection, because it would keep the dimension of its former vectors."""
+    """Delete an empty collection, because it would keep the dimension of its previous vectors."""
     if _has_collection(path, manifest):
         chroma_client(path / _CHROMA).delete_collection(manifest.collection)
 
@@ -292,7 +293,7 @@ def _has_collection(path: Path, manifest: Manifest) -> bool:
 
 
 def stored_collection(path: Path) -> Collection:
-    """The Chroma collection of a database, without loading its model."""
+    """Return a database's Chroma collection without loading the model."""
     name = require_manifest(path).collection
     return chroma_client(path / _CHROMA).get_collection(name)
 
@@ -336,8 +337,8 @@ def _load_model(
         client = first_reachable([*map(ServerClient, settings.servers)])
         if settings.recipe not in (AUTO_SETTING, str(client.info.recipe)):
             raise DatabaseError(
-                f"Found the recipe {settings.recipe!r}, but {client.url} has its own, "
-                f"{client.info.recipe}; leave the recipe out"
+                f"Cannot use the recipe {settings.recipe!r}, because {client.url} already has one, "
+                f"{client.info.recipe}; remove the recipe"
             )
         return client
     from blockattn_rag.engine.engine import BlockAttentionEngine

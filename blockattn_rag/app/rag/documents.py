@@ -1,4 +1,4 @@
-"""Reading of files into LlamaIndex documents."""
+"""Reading files into LlamaIndex documents."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from llama_index.core.schema import Document
 
 SOURCE_KEY = "source"
-"""Metadata key of a document's origin. It is shown with answers, but not in prompts."""
+"""Metadata key of a document's source, which is shown with answers, but not in prompts."""
 
 _SNIFFED_BYTES = 8192
 _BYTE_ORDER_MARK = "\ufeff"
@@ -23,13 +23,13 @@ _HTML = (".html", ".htm", ".xhtml")
 
 @dataclass(slots=True)
 class Loaded:
-    """Documents, and files that were left out.
+    """Loaded documents, and skipped files.
 
     Args:
-        skipped: Files without readable text, with the reason.
-        inaccessible: Files and folders that could not be opened, with the reason: forbidden,
-            vanished, or on a damaged disk.
-        links: Links that lead out of their folder.
+        skipped: Files without readable text, with reasons.
+        inaccessible: Files and folders that could not be opened, with reasons: no permission,
+            deleted, or on a damaged disk.
+        links: Symbolic links to targets outside of their folder.
     """
 
     documents: list[Document] = field(default_factory=list)
@@ -39,7 +39,7 @@ class Loaded:
 
 
 class UnreadableFileError(ValueError):
-    """A file has no readable text. The message does not name the file."""
+    """Raised if a file has no readable text. The message does not contain the file's name."""
 
 
 def load_documents(
@@ -48,15 +48,15 @@ def load_documents(
     exclude: Path | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Loaded:
-    """Read files, and every visible file in folders, with LlamaIndex's readers.
+    """Read files, and all visible files in folders, with LlamaIndex's readers.
 
-    Links in a folder are followed only if their target is in the folder. Otherwise, someone with
-    write access to the folder could make this function read other files. Links in ``paths`` are
-    always followed.
+    Links in a folder are followed only if their target is in the same folder. Otherwise, anyone
+    with write access to the folder could make this function read other files. Links in ``paths``
+    are always followed.
 
     Args:
-        paths: Files and folders. A file in ``paths`` must have readable text. In a folder, a file
-            without readable text is skipped and reported. Files and folders that cannot be opened
+        paths: Files and folders. Files in ``paths`` must have readable text; files in folders
+            without readable text are skipped and reported. Files and folders that cannot be opened
             are always skipped and reported.
     """
     loaded = Loaded()
@@ -83,8 +83,8 @@ def load_documents(
         skipped = [*loaded.inaccessible, *loaded.skipped, *links]
         first = "".join(f"; {file}: {reason}" for file, reason in skipped[:1])
         raise UnreadableFileError(
-            f"Found no readable document in {', '.join(map(str, paths))}, expected text, Markdown, "
-            f"HTML or PDF{first}"
+            f"No readable document in {', '.join(map(str, paths))}, expected text, Markdown, HTML "
+            f"or PDF{first}"
         )
     return loaded
 
@@ -105,8 +105,7 @@ def _reason(error: OSError) -> str:
 
 
 def _below(folder: Path, exclude: Path | None, loaded: Loaded) -> list[Path]:
-    """The visible files in a folder, sorted. Reports links out of it, and files that cannot be
-    opened."""
+    """List a folder's visible files, sorted. Reports skipped links and inaccessible files."""
 
     def failed(error: OSError) -> None:
         loaded.inaccessible.append((Path(error.filename or folder), _reason(error)))
@@ -116,7 +115,7 @@ def _below(folder: Path, exclude: Path | None, loaded: Loaded) -> list[Path]:
         folders[:] = [name for name in folders if not name.startswith(".")]
         for path in (Path(place, name) for name in (*folders, *names) if not name.startswith(".")):
             try:
-                # Targets outside the folder are not accessed at all.
+                # Never access targets outside of the folder.
                 if path.is_symlink() and not _target(path).is_relative_to(folder):
                     loaded.links.append(path)
                 elif _is_file(path) and not (exclude and path.resolve().is_relative_to(exclude)):
@@ -128,7 +127,7 @@ def _below(folder: Path, exclude: Path | None, loaded: Loaded) -> list[Path]:
 
 
 def _is_file(path: Path) -> bool:
-    """Like ``Path.is_file``, but raises OSError if a path cannot be accessed or has vanished."""
+    """Like ``Path.is_file``, but raises OSError if a path is inaccessible or no longer exists."""
     try:
         return stat.S_ISREG(path.stat().st_mode)
     except OSError as error:
@@ -138,10 +137,10 @@ def _is_file(path: Path) -> bool:
 
 
 def _target(link: Path) -> Path:
-    """Target of a link, or the link itself if it is circular."""
+    """Return a link's target, or the link itself if it is circular."""
     try:
         return link.resolve()
-    except (OSError, RuntimeError):  # Python before 3.13 raises RuntimeError.
+    except (OSError, RuntimeError):  # RuntimeError before Python 3.13.
         return link
 
 
@@ -153,11 +152,9 @@ def _read(file: Path) -> list[Document]:
         start = raw.read(_SNIFFED_BYTES)
     is_plain = not own and file.suffix.lower() not in SimpleDirectoryReader.supported_suffix_fn()
     if is_plain and b"\0" in start:
-        raise UnreadableFileError(
-            "is binary, in an unknown format (text in UTF-16 must be saved as UTF-8)"
-        )
+        raise UnreadableFileError("is binary, in an unknown format (save UTF-16 text as UTF-8)")
     try:
-        # By default, bytes that are not UTF-8 are dropped silently.
+        # By default, invalid UTF-8 is dropped silently.
         pages = SimpleDirectoryReader(
             input_files=[file],
             filename_as_id=True,
@@ -169,7 +166,7 @@ def _read(file: Path) -> list[Document]:
         cause = _cause(error)
         if isinstance(cause, FileNotFoundError | PermissionError):
             raise cause from error
-        # Readers are plugins for dozens of formats, which raise all kinds of errors.
+        # Readers are plugins for dozens of formats, which may raise any exception.
         raise UnreadableFileError(f"cannot be read ({cause})") from error
     for document in pages:
         document.set_content(document.text.removeprefix(_BYTE_ORDER_MARK))
@@ -184,8 +181,8 @@ def _read(file: Path) -> list[Document]:
 def _own_reader(file: Path) -> dict[str, BaseReader]:
     """Return the ``file_extractor`` argument for a file.
 
-    HTML files use this package's reader, because LlamaIndex would keep the tags. For other files,
-    the result is empty, and LlamaIndex selects the reader.
+    HTML files are read by this package's reader, because LlamaIndex would keep the tags. For other
+    files, the result is empty, and LlamaIndex selects the reader.
     """
     if file.suffix.lower() not in _HTML:
         return {}
@@ -195,16 +192,16 @@ def _own_reader(file: Path) -> dict[str, BaseReader]:
 
 
 def _cause(error: BaseException) -> BaseException:
-    """The cause of a reader's error. If a reader retries, the cause of its last attempt."""
+    """Cause of a reader's error. If the reader retried, the cause in the last attempt."""
     cause = error.__cause__ or error
     attempt = getattr(cause, "last_attempt", None)
     return (attempt.exception() if attempt else None) or cause
 
 
 def set_source(document: Document, source: str) -> None:
-    """Set a document's origin in its metadata, hidden from the LLM and the embedding model.
+    """Set a document's source in its metadata, hidden from the LLM and the embedding model.
 
-    The absolute path that SimpleDirectoryReader adds is hidden too. Otherwise, the KV of a passage
+    The absolute path added by SimpleDirectoryReader is hidden, too. Otherwise, a passage's block
     would depend on the location of its file.
     """
     document.metadata[SOURCE_KEY] = source

@@ -1,7 +1,7 @@
-"""Text of HTML pages, without tags, scripts and styles.
+"""Text extraction from HTML pages, without tags, scripts and styles.
 
-turbohtml takes linear time on every page. lxml 6.1 and selectolax 1.0 take quadratic time on deeply
-nested pages.
+turbohtml always takes linear time, whereas lxml 6.1 and selectolax 1.0 take quadratic time on
+deeply nested pages.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from turbohtml import PlainText, parse
 
 _LAYOUT = PlainText(layout="strict", table_cell_separator=" | ", bullet="")
 _WIDER = {"GBK": "gb18030"}
-"""Encodings that the HTML standard decodes as larger encodings that include them."""
+"""Encodings that the HTML standard decodes as a superset."""
 _UNSEEN = "iframe, noembed, noframes, noscript, svg, template"
-"""Elements that ``to_text`` includes, although browsers do not show their text."""
-# Empty elements of XHTML that HTML would read as start tags of text without markup.
+"""Elements whose text ``to_text`` includes, although browsers do not display it."""
+# Empty XHTML elements that HTML would parse as start tags of raw text.
 _EMPTY = re.compile(
     rb"<(?:iframe|noembed|noframes|noscript|script|style|textarea|title)(?:\s[^<>]*[\s\"'])?/>",
     re.IGNORECASE,
@@ -36,19 +36,19 @@ class HtmlReader(BaseReader):
 
 
 def html_text(page: bytes) -> str:
-    """Extract the title and visible text of a page. The encoding is chosen as in browsers."""
+    """Extract a page's title and visible text. The encoding is detected as in browsers."""
     declared = _XML.match(page)
     known = webencodings.lookup(declared[1].decode("latin-1")) if declared else None
-    # A declaration in ASCII characters cannot be in UTF-16.
+    # A page whose declaration is readable as ASCII cannot be UTF-16.
     label = known.name if known and not known.name.startswith("utf-16") else None
     document = parse(_EMPTY.sub(b"", page), encoding=label, scripting=True)
     encoding = document.encoding or "utf-8"
     try:
-        # The package turbohtml replaces invalid bytes.
+        # turbohtml would replace invalid bytes.
         text, _ = webencodings.decode(page, _WIDER.get(encoding, encoding), "strict")
     except UnicodeDecodeError as error:
         raise ValueError(
-            f"contains bytes that are invalid in {encoding}, its encoding; save and declare it as "
+            f"contains bytes that are invalid in its encoding, {encoding}; save and declare it as "
             "UTF-8"
         ) from error
     if "\0" in text:

@@ -1,4 +1,4 @@
-"""Ingestion: splitting documents, encoding and storing passages, and adding them to Chroma."""
+"""Ingestion: splits documents, encodes and stores passages, and adds them to Chroma."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     from blockattn_rag.server import ServerPool
 
 _ADD_BATCH = 128
-"""Number of passages per embedding batch. An interruption loses at most one batch."""
+"""Passages per embedding batch. An interruption loses at most one batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class IngestReport:
-    """Counts and times of an ingestion.
+    """Counts and timings of an ingestion.
 
-    ``computed`` and ``reused`` count distinct blocks. Equal passages share one block.
+    ``computed`` and ``reused`` count distinct blocks. Equal passages share a block.
     """
 
     documents: int
@@ -58,19 +58,18 @@ def ingest_documents(
     """Split documents, encode the passages, and add new passages to Chroma. Idempotent.
 
     Keys and values are stored before passages are added to Chroma, so another run completes an
-    interrupted ingestion. With servers, a journal in the database's folder records the stored
-    passages until the ingestion is complete. Passages that their source does not contain any more
-    are removed.
+    interrupted ingestion. With servers, a journal in the database's folder records stored passages
+    until the ingestion is complete. Passages that are no longer in their source are removed.
 
     Args:
-        documents: Documents with their origin in ``metadata["source"]``.
+        documents: Documents with ``metadata["source"]``.
         on_estimate: Called with an estimate before encoding, unless the model runs on a server.
     """
     from llama_index.core.node_parser import SentenceSplitter
 
     from blockattn_rag.llama_index.nodes import stamp
 
-    # The model is loaded before the clock starts.
+    # Load the model before starting the clock.
     collection, pool = database.collection, _server_pool(database)
     tokenizer, size = database.tokenizer, database.manifest.chunk_size
     splitter = SentenceSplitter(
@@ -116,7 +115,7 @@ def ingest_documents(
 
 
 def _server_pool(database: Database) -> ServerPool | None:
-    """The database's servers. None: the model runs in this process."""
+    """Return the database's servers, or None if the model runs in this process."""
     if database.server is None:
         return None
     from blockattn_rag.server import ServerClient, ServerPool
@@ -128,7 +127,7 @@ def _server_pool(database: Database) -> ServerPool | None:
 def with_stable_ids(nodes: Sequence[BaseNode]) -> list[BaseNode]:
     """Set node IDs that depend only on source and text.
 
-    Chroma ignores a passage with an existing ID, so the ID must change with the text.
+    Chroma ignores passages with existing IDs, so the ID must change with the text.
     """
     seen: Counter[str] = Counter()
     for node in nodes:
@@ -145,7 +144,7 @@ def synchronize(
     passages: Sequence[BaseNode],
     report: Callable[[str, int, int], None],
 ) -> tuple[int, int]:
-    """Make Chroma contain exactly these passages for their sources. Returns (added, removed)."""
+    """Synchronize Chroma, so that sources have exactly these passages. Returns (added, removed)."""
     from llama_index.vector_stores.chroma import ChromaVectorStore
 
     sources = sorted({str(node.metadata[SOURCE_KEY]) for node in passages})
@@ -166,7 +165,7 @@ def synchronize(
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Estimate of the work of an ingestion."""
+    """Estimated work of an ingestion."""
 
     blocks: int
     new_blocks: int
@@ -180,9 +179,9 @@ class Estimate:
 
 
 def estimate(engine: BlockAttentionEngine, blocks: Sequence[Block]) -> Estimate:
-    """Estimate the encoding of blocks.
+    """Estimate the work of encoding blocks.
 
-    If the store is not a folder, all blocks count as new, because each look-up is a request.
+    If the store is not a folder, all blocks count as new, because each lookup is a request.
     """
     from blockattn_rag.lab.planning import footprint, measured_operations_per_s, prefill_flops
     from blockattn_rag.store import DirectoryStore

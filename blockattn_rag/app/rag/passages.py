@@ -23,7 +23,7 @@ _SOURCES_PER_CALL = 100
 
 
 def all_passages(collection: Collection) -> list[str]:
-    """The canonical texts of a collection's passages, distinct and sorted."""
+    """Return the canonical texts of a collection's passages, distinct and sorted."""
     from llama_index.core.vector_stores.utils import metadata_dict_to_node
 
     nodes: Iterator[BaseNode] = (
@@ -39,10 +39,10 @@ def all_sources(collection: Collection) -> list[str]:
 
 
 def sources_at(path: Path, sources: Sequence[str]) -> list[str]:
-    """The sources at a path or below it.
+    """Return the sources at or below a path.
 
-    The name of a source is the resolved path of the ingested folder, and the unresolved path within
-    the folder. A link is therefore looked up first by its own name, then by its target's name.
+    A source's name is the resolved path of the ingested folder plus the unresolved path within it.
+    A link is therefore looked up first by its own name, then by its target's.
     """
     for place in (path.parent.resolve() / path.name, path.resolve()):
         if inside := [source for source in sources if Path(source).is_relative_to(place)]:
@@ -51,14 +51,14 @@ def sources_at(path: Path, sources: Sequence[str]) -> list[str]:
 
 
 def orphaned_sources(collection: Collection, unread: Container[str]) -> list[str]:
-    """Sources that still have passages, but whose file is gone or in ``unread``."""
+    """Return sources that have passages, but whose file is missing or in ``unread``."""
     return [name for name in all_sources(collection) if name in unread or _is_gone(Path(name))]
 
 
 def _is_gone(path: Path) -> bool:
     try:
         return path.is_absolute() and not path.exists()
-    except OSError:  # The user has no permission to access the path.
+    except OSError:  # No permission to access the path.
         return False
 
 
@@ -75,7 +75,7 @@ def delete_passages(collection: Collection, ids: Sequence[str]) -> None:
 
 
 def prompt_maker(database: Database) -> Callable[[str, Sequence[str]], BlockPrompt]:
-    """Return a function that makes the prompt of ``ask`` from a question and canonical passages."""
+    """Return a function that creates ``ask``'s prompt from a question and canonical passages."""
     from llama_index.core.prompts.default_prompt_selectors import DEFAULT_TEXT_QA_PROMPT_SEL
 
     llm = adapter.BlockAttentionLLM(engine=database.engine, block_template=database.template)
@@ -100,7 +100,7 @@ def retriever(database: Database) -> Callable[[str, int], list[str]]:
 def distinct_retriever(database: Database, top_k: int) -> BaseRetriever:
     """Create a retriever of the nearest passages that returns each text once.
 
-    Otherwise, equal texts, such as copies of a file in two folders, would crowd out other passages.
+    Otherwise, duplicates, such as copies of a file in two folders, would crowd out other passages.
     """
     from llama_index.core import VectorStoreIndex
     from llama_index.core.retrievers import BaseRetriever

@@ -1,1 +1,1 @@
-"""Measurement of accuracy and fidelity, of full mode and of block mode with recipes."""
+"""Measurement of the accuracy and fidelity of full mode and of block mode with recipes."""

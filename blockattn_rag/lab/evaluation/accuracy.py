@@ -1,4 +1,4 @@
-"""Accuracy of full mode, of block mode with recipes, and of answers without passages."""
+"""Accuracy of full mode, block mode with recipes, and answers without passages."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from blockattn_rag.prompts.blocks import NO_TEMPLATE, BlockPrompt
 from blockattn_rag.prompts.checkpoints import AUTO_FORMAT, format_for
 from blockattn_rag.prompts.formats import Passage, PromptFormat
 
-# The closed-book prompt of Liu et al. 2023.
+# Closed-book prompt from Liu et al. 2023.
 CLOSED_BOOK_FORMAT = PromptFormat(
     "closed-book", "", "", "{text}", NO_TEMPLATE, "Question: {question}\nAnswer: "
 )
@@ -42,7 +42,7 @@ _COUNTS = ("hits", "misses", "reused_tokens", "computed_tokens", "generated_toke
 
 @dataclass(frozen=True, slots=True)
 class EvaluationRecord:
-    """Scored answer to one question in one row of the evaluation."""
+    """Scored answer to one question in one row of an evaluation."""
 
     id: str
     digest: str
@@ -72,10 +72,9 @@ class ModeResult:
 
     Args:
         difference: Accuracy minus full mode's accuracy, paired by question.
-        agreement: Share of questions with the same normalized output as in full mode.
-        cut_off: Number of answers that ended at ``max_new_tokens`` or at the end of the context
-            window.
-        stats: Sums over all questions. All times are 0.
+        agreement: Fraction of questions with the same normalized output as in full mode.
+        cut_off: Number of answers that were cut off at ``max_new_tokens`` or by the context window.
+        stats: Reuse counts summed over all questions. All times are 0.
     """
 
     mode: str
@@ -109,14 +108,15 @@ def evaluate(
     settings: Mapping[str, Any] | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> EvaluationReport:
-    """Answer every sample greedily in full mode and with every recipe, and score the answers.
+    """Answer each sample in full mode and with each recipe (greedy decoding), and score the
+    answers.
 
     Raises:
-        ValueError: A recipe cannot be used, or there is no sample.
-        DataError: ``records_path`` has records of another evaluation or of other samples, or is
+        ValueError: A recipe cannot be used, or ``samples`` is empty.
+        DataError: ``records_path`` contains records of another evaluation or other samples, or is
             not a record file.
-        ContextOverflowError: Prompts do not fit in the context window. Raised before anything is
-            answered; the message lists the samples.
+        ContextOverflowError: Prompts do not fit in the context window. Raised before the first
+            answer; the message lists the samples.
     """
     if batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, found {batch_size}")
@@ -188,8 +188,8 @@ def _check_room(
         raise ContextOverflowError(
             f"{len(found)} of {len(samples)} prompts do not fit in the model's context window of "
             f"{most + 1} tokens, including the answer: {listed(list(found))}, up to "
-            f"{max(found.values())} tokens; keep fewer passages (with_passages), "
-            "or leave these samples out"
+            f"{max(found.values())} tokens; use fewer passages (with_passages), or remove these "
+            "samples"
         )
 
 

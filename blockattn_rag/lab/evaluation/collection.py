@@ -1,9 +1,9 @@
-"""Share of full mode's answers that a collection keeps in block mode, on real questions.
+"""How much of full mode's accuracy block mode keeps on a collection, for real questions.
 
-Three ways to answer are compared on every question: full mode, the recipe in use, and ``"fast"``,
-which costs nothing per answer. Divergence and agreement need no right answers
-(``evaluation.fidelity``). If right answers are known, they are also counted, and the same model
-answers without passages, which shows the gain from passages.
+Each question is answered in full mode, with the recipe in use, and with ``"fast"``, which has no
+cost per answer. Divergence and agreement need no reference answers (``evaluation.fidelity``). If
+reference answers are available, correct answers are also counted, and the model also answers
+without passages, which shows how much the passages contribute.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from blockattn_rag.lab.evaluation.records import CLOSED_BOOK, FULL, Row
 from blockattn_rag.prompts.blocks import BlockPrompt
 
 TOLERANCE = 0.95
-"""Share of full mode's tokens, or of its right answers, that a recipe must keep."""
+"""Fraction of full mode's correct answers, or of its tokens, that a recipe must keep."""
 
 FEWEST = 30
 """Number of questions below which a verdict is not reliable."""
 
 _TIMED = 5
-"""Number of questions whose first token is timed, which takes another pass in full mode."""
+"""Number of questions to measure time to first token on, which takes another full-mode pass."""
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A question with its prompt. ``answers``: Right answers; empty if they are unknown."""
+    """Question with its prompt. ``answers``: Reference answers; empty if there are none."""
 
     id: str
     question: str
@@ -55,13 +55,13 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class CollectionRow:
-    """Summary of one way to answer, with 95 % bootstrap intervals over questions.
+    """Summary of one mode or recipe, with 95 % bootstrap intervals over questions.
 
     Args:
         agreement, kl: See ``FidelityResult``. None in full mode and without passages.
-        right: Number of right answers. None if right answers are unknown.
-        kept: Full mode's right answers that stay right.
-        ttft_s: Median seconds to the first token, None without passages.
+        right: Number of correct answers. None without reference answers.
+        kept: Number of full mode's correct answers that are also correct here.
+        ttft_s: Median time to first token in seconds. None without passages.
     """
 
     name: str
@@ -77,7 +77,7 @@ class CollectionRow:
 
 @dataclass(frozen=True, slots=True)
 class CollectionReport:
-    """Result of an evaluation: full mode, the recipe in use, ``"fast"``, and without passages."""
+    """Results of full mode, the recipe in use, ``"fast"``, and answers without passages."""
 
     questions: int
     with_answers: int
@@ -88,13 +88,14 @@ class CollectionReport:
 
     @property
     def recipes(self) -> tuple[CollectionRow, ...]:
-        """The rows of block mode, the recipe in use first."""
+        """Block-mode rows, the recipe in use first."""
         return tuple(row for row in self.rows if row.name not in (FULL, CLOSED_BOOK))
 
     def gain(self, row: CollectionRow) -> float | None:
-        """Share of the gain from passages that a row keeps: (right - none) / (full - none).
+        """Return the fraction of the passages' gain that a row keeps: (right - none) / (full -
+        none).
 
-        None if right answers are unknown, or passages gain nothing in full mode.
+        None without reference answers, or if passages do not improve full mode.
         """
         if row.right is None or row.name == CLOSED_BOOK:
             return None
@@ -102,7 +103,7 @@ class CollectionReport:
         return (row.right - none) / (full - none) if full > none else None
 
     def share(self, row: CollectionRow) -> float:
-        """Share of full mode's answers that a recipe keeps: right answers if known, else tokens."""
+        """Fraction of full mode's correct answers, or else of its tokens, that a recipe keeps."""
         if row.kept is not None and (right := self[FULL].right):
             return row.kept / right
         assert row.agreement is not None
@@ -116,7 +117,7 @@ class CollectionReport:
 
     @property
     def best(self) -> CollectionRow | None:
-        """The cheapest recipe that keeps ``TOLERANCE`` of full mode. None: no recipe does."""
+        """The cheapest recipe that keeps at least ``TOLERANCE`` of full mode's answers, or None."""
         return next((row for row in self.recipes[::-1] if self.share(row) >= TOLERANCE), None)
 
     def to_dict(self) -> dict[str, Any]:
@@ -135,9 +136,8 @@ def evaluate_collection(
     """Compare full mode, the engine's recipe, and ``"fast"`` on every question.
 
     Args:
-        engine: An engine that keeps no blocks in memory, so that times include reading them. Blocks
-            that it does not store are encoded and stored, those of ``"fast"`` in a temporary
-            folder.
+        engine: Engine without resident blocks, so that times include reading them. Missing blocks
+            are encoded and stored, for ``"fast"`` in a temporary folder.
         max_new_tokens: Maximum length of an answer in tokens.
     """
     with tempfile.TemporaryDirectory() as folder:
@@ -151,12 +151,12 @@ def evaluate_collection(
 
 
 def _engines(engine: BlockAttentionEngine, folder: str) -> dict[str, BlockAttentionEngine]:
-    """Engines of the recipe in use and of ``"fast"``, by row name. If equal, a single engine."""
+    """Create engines for the recipe in use and ``"fast"``, by row name. If equal, only one."""
     fast = Recipe.of_text(FAST)
     assert fast is not None
     if engine.recipe.outline == fast.outline:
         return {FAST: engine}
-    # Recipes that encode equally share blocks. Other blocks do not belong in the user's store.
+    # Recipes with the same encoding share blocks. Other blocks are kept out of the user's store.
     store = engine.store if engine.recipe.encoding == fast.encoding else folder
     options: dict[str, Any] = {"namespace": engine.access.namespace, "kv_dtype": engine.kv_dtype}
     other = BlockAttentionEngine(engine.model, store, recipe=fast, resident_bytes=0, **options)
@@ -170,7 +170,7 @@ class _Measured:
         self.times: dict[str, list[float]] = {row: [] for row in rows}
 
     def report(self, questions: int) -> CollectionReport:
-        """Summaries of all rows. The last row, without passages, needs right answers."""
+        """Summarize all rows. The last row, without passages, requires reference answers."""
         with_answers = len(self.right[FULL])
         names = [*self.right] if with_answers else [*self.right][:-1]
         return CollectionReport(questions, with_answers, tuple(map(self._row, names)))
@@ -198,7 +198,7 @@ def _measure(
     is_timed: bool,
 ) -> None:
     prompt, options = asked.prompt, {"max_new_tokens": max_new_tokens, "do_sample": False}
-    # Without right answers, only the first token is needed, for its time.
+    # Without reference answers, only the time to first token is needed.
     wanted: dict[str, Any] = options if asked.answers else {**options, "max_new_tokens": 1}
     ids, expected = full_answer(engine, prompt, max_new_tokens)
     tokenizer = engine.model.tokenizer.tokenizer

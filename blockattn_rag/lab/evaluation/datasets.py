@@ -1,4 +1,4 @@
-"""Evaluation data: questions with passages, from JSON lines, plain or gzip.
+"""Evaluation data: questions with passages, in plain or gzip-compressed JSON Lines files.
 
 One JSON object per line::
 
@@ -29,7 +29,7 @@ from blockattn_rag.lab.json_lines import (
 
 
 class Sample(Protocol):
-    """A question or prompt, with an id that is unique in a run, and a digest of its content."""
+    """Question or prompt with an id that is unique within a run, and a digest of its content."""
 
     @property
     def id(self) -> str: ...
@@ -42,7 +42,7 @@ S = TypeVar("S", bound=Sample)
 
 @dataclass(frozen=True, slots=True)
 class EvaluationPassage:
-    """A retrieved passage. ``gold``: whether it contains the answer."""
+    """Retrieved passage. ``gold``: whether it contains the answer."""
 
     title: str
     text: str
@@ -51,7 +51,7 @@ class EvaluationPassage:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationSample:
-    """A question, its right answers, and the passages in prompt order."""
+    """Question, reference answers, and passages in prompt order."""
 
     id: str
     question: str
@@ -60,7 +60,7 @@ class EvaluationSample:
 
     @property
     def digest(self) -> str:
-        """Digest of everything that an answer and its scores depend on."""
+        """Digest of everything that the answer and its scores depend on."""
         return digest_of([self.question, self.answers, [(p.title, p.text) for p in self.passages]])
 
     def with_passages(self, num_passages: int) -> EvaluationSample:
@@ -76,7 +76,7 @@ class EvaluationSample:
 
 
 def digest_of(parts: Any) -> str:
-    """Short digest of JSON values, which is the same in every process."""
+    """Compute a short digest of JSON values that is identical in all processes."""
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
 
@@ -92,11 +92,11 @@ def read_samples(path: str | Path, *, limit: int | None = None) -> list[Evaluati
 def read_distinct(
     path: str | Path, parse: Callable[[JsonRecord, int], S], limit: int | None = None
 ) -> list[S]:
-    """Read the samples of a JSON-lines file, whose ids must be distinct; see ``read_samples``."""
+    """Read samples with distinct ids from a JSON Lines file; see ``read_samples``."""
     samples: dict[str, S] = {}
     for number, sample in islice(parsed_lines(path, parse), limit):
         if sample.id in samples:
-            raise DataError(f"{path}, line {number}: the id {sample.id!r} was used before")
+            raise DataError(f"{path}, line {number}: duplicate id {sample.id!r}")
         samples[sample.id] = sample
     return list(samples.values())
 
@@ -108,12 +108,12 @@ def id_of(value: object) -> str:
 def _sample(record: JsonRecord) -> EvaluationSample:
     try:
         json.dumps(record, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:  # The text contains, for example, \ud800.
-        raise DataError(f"found half of a surrogate pair ({error}); write full pairs") from error
+    except UnicodeEncodeError as error:  # For example, the text contains \ud800.
+        raise DataError(f"found a lone surrogate ({error}); use complete pairs") from error
     return EvaluationSample(
         id=id_of(value_of(record, "id")),
         question=required_text(record, "question"),
-        answers=answers_of(record),  # The list must not be empty, because no output could be right.
+        answers=answers_of(record),  # Must not be empty: no output could be correct.
         passages=passages_of(record, may_be_empty=True),
     )
 
@@ -132,7 +132,7 @@ def passages_of(record: JsonRecord, *, may_be_empty: bool = False) -> tuple[Eval
 
 
 def passage_of(record: JsonRecord, where: str = "") -> EvaluationPassage:
-    """Read one passage. ``where``: its path in the line for messages, such as ``passages[0].``."""
+    """Read a passage. ``where`` is its path for error messages, such as ``passages[0].``."""
     title = of_kind(record.get("title", ""), str, f"'{where}title'")
     gold = of_kind(record.get("gold", False), bool, f"'{where}gold'")
     return EvaluationPassage(title, required_text(record, "text", where), gold)

@@ -1,12 +1,12 @@
-"""Fidelity: the divergence of block mode's predictions from full mode's, without labels.
+"""Fidelity: label-free divergence of block mode's predictions from full mode's.
 
-Full mode answers each question greedily. Then, each recipe predicts every token of this answer from
-the tokens before it. Its predictions are compared with full mode's (Kullback-Leibler divergence, in
-nats). Fidelity distinguishes recipes with far fewer questions than accuracy does. It rewards
-agreement with full mode, whether full mode is right or wrong.
+Full mode answers each question with greedy decoding. Then, each recipe predicts every token of this
+answer from the preceding tokens, and its predictions are compared with full mode's
+(Kullback-Leibler divergence, in nats). Fidelity can distinguish recipes with far fewer questions
+than accuracy can. It rewards agreement with full mode, whether full mode is right or wrong.
 
-Prompts come from evaluation data or from a log. A log has one JSON object per line, plain or gzip.
-Its ``prompt`` is a list as for ``engine.generate``, with the final block last::
+Prompts come from evaluation data or a log. A log is a plain or gzip-compressed JSON Lines file.
+Each ``prompt`` is a list as for ``engine.generate``, with the final block last::
 
     {"prompt": ["You are ...", "passage 1", "passage 2", "question"], "id": "optional"}
 """
@@ -57,24 +57,24 @@ from blockattn_rag.prompts.blocks import BlockPrompt
 from blockattn_rag.prompts.checkpoints import AUTO_FORMAT, format_for
 
 FLOOR = Row("floor")
-"""Row of full attention computed in two steps, context first. It differs from full mode only by
+"""Row for full attention computed in two steps, context first, which differs from full mode only by
 rounding."""
 
 _ROUNDING = 10.0
-"""A divergence below this multiple of the floor's divergence is considered rounding."""
+"""Divergences below this multiple of the floor's divergence count as rounding errors."""
 
 _UNMEASURED_FLOOR = 1e-9
-"""Assumed divergence of the floor if it was not measured. It is above the floor of float32."""
+"""Assumed divergence of the floor if it was not measured, larger than that of float32."""
 
 
 @dataclass(frozen=True, slots=True)
 class FidelityRecord:
-    """Comparison of one row with full mode on one question, over the tokens of full mode's answer.
+    """Comparison of a row with full mode on one question, over the tokens of full mode's answer.
 
     Args:
         kl, first_kl: Divergence in nats: mean over the answer, and at its first token.
-        agreement: Share of tokens for which the row's likeliest token equals full mode's. If it is
-            1, the row gives the same greedy answer.
+        agreement: Fraction of tokens for which the row's most likely token equals full mode's. If
+            it is 1, the greedy answers are identical.
         recipe: Digest of the row's recipe. Empty in full mode.
     """
 
@@ -92,8 +92,8 @@ class FidelityRecord:
         """Create the record of a sample in a row.
 
         Args:
-            kl: Divergences ``[answer tokens]``. Negative values are rounding.
-            agrees: Whether the row's likeliest token equals full mode's, ``[answer tokens]``.
+            kl: Divergences ``[answer tokens]``. Negative values are rounding errors.
+            agrees: Whether the row's most likely token equals full mode's, ``[answer tokens]``.
         """
         kl = kl.clamp_min(0)
         return cls(
@@ -122,10 +122,10 @@ class FidelityRecord:
 class FidelityResult:
     """Summary of one row, with 95 % bootstrap intervals over questions.
 
-    ``recovery`` is the share of plain block mode's divergence that the recipe removes: (KL of the
-    row ``none`` minus KL of this row) / (KL of ``none`` minus KL of the floor). It is None for the
-    row ``none`` itself, for prompts without passages, if ``none`` was not run, and if ``none``
-    differs from full mode only by rounding.
+    ``recovery`` is the fraction of plain block mode's divergence that the recipe removes: (KL of
+    the row ``none`` minus KL of this row) / (KL of ``none`` minus KL of the floor). It is None for
+    the row ``none``, for prompts without passages, if ``none`` was not run, and if ``none`` differs
+    from full mode only by rounding.
     """
 
     mode: str
@@ -146,7 +146,7 @@ FidelityReport = Report[FidelityRecord, FidelityResult]
 
 @dataclass(frozen=True, slots=True)
 class LoggedPrompt:
-    """A logged prompt: its id, and its blocks with the final block last."""
+    """Logged prompt: its id, and its blocks with the final block last."""
 
     id: str
     texts: tuple[str, ...]
@@ -183,19 +183,19 @@ def measure_fidelity(
     """Compare block mode with full mode on every sample.
 
     Args:
-        samples: Evaluation data, whose right answers are not used, or logged prompts; see
+        samples: Evaluation data (reference answers are not used) or logged prompts; see
             :func:`.datasets.read_samples` and :func:`read_log`.
-        recipes: Recipes of block mode to compare; see ``evaluation.records``. Every run also
-            compares full mode with itself, in the row ``"floor"``.
-        closed_book: Whether to also compare full mode without passages. For evaluation data only.
+        recipes: Recipes to compare; see ``evaluation.records``. Every run also compares full mode
+            with itself, in the row ``"floor"``.
+        closed_book: Whether to also compare full mode without passages. Only for evaluation data.
         max_new_tokens: Maximum length of full mode's answers in tokens. Default: 24.
-        records_path: File of records, with one JSON line for each sample and row. Recorded samples
-            are not compared again.
-        settings: Further settings for the report and the records file.
+        records_path: JSON Lines file with a record per sample and row. Recorded samples are
+            skipped.
+        settings: Additional settings for the report and the records file.
 
     Raises:
-        ValueError: A recipe cannot be used, or there is no sample.
-        DataError: ``records_path`` has records of another measurement, or is not a record file.
+        ValueError: A recipe cannot be used, or ``samples`` is empty.
+        DataError: ``records_path`` contains records of another run, or is not a record file.
         ContextOverflowError: A prompt does not fit in the context window.
     """
     if not samples:
@@ -229,7 +229,7 @@ def compare_each(
     records_path: str | Path | None,
     on_progress: Callable[[int, int], None] | None,
 ) -> FidelityReport:
-    """Compare all samples in all rows. Recorded samples are not compared again."""
+    """Compare all samples in all rows. Recorded samples are skipped."""
     file = RecordFile(
         records_path, noted, lambda line: FidelityRecord(**line), samples=samples, rows=rows
     )
@@ -250,7 +250,7 @@ def compare_prompt(
     max_new_tokens: int,
     closed_book: BlockPrompt | None = None,
 ) -> list[FidelityRecord]:
-    """Compare one sample in several rows, which share full mode's answer and predictions."""
+    """Compare a sample in several rows, which share full mode's answer and predictions."""
     answer, expected = full_answer(engine, prompt, max_new_tokens)
     records = []
     for row in rows:
@@ -266,7 +266,7 @@ def compare_prompt(
 def full_answer(
     engine: BlockAttentionEngine, prompt: BlockPrompt, max_new_tokens: int
 ) -> tuple[list[int], Tensor]:
-    """Full mode's greedy answer, and its log-probabilities at each token of the answer.
+    """Return full mode's greedy answer, and its log-probabilities at each answer token.
 
     Log-probabilities are float64 ``[answer tokens, vocab]``.
     """
@@ -280,12 +280,12 @@ def full_answer(
 
 
 def _log_probabilities(logits: Tensor) -> Tensor:
-    # Computed in float64, because the rounding of float32 would give a divergence of about 1e-12.
+    # Use float64, because float32 rounding would cause a divergence of about 1e-12.
     return F.log_softmax(logits.double(), dim=-1)
 
 
 def _in_two_steps(model: BlockModel, prompt: BlockPrompt, answer: Sequence[int]) -> Tensor:
-    """Logits of full attention, with the complete context computed first, as one block."""
+    """Logits of full attention, with the complete context computed first as one block."""
     ids = model.tokenizer.prompt_ids(prompt)
     context = [token for block in ids.context for token in block]
     requests = [EncodeRequest(context, "", "")] if context else []

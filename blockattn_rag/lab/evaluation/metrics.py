@@ -18,10 +18,10 @@ _QUANTILES = (0.025, 0.975)
 
 
 def normalize_answer(text: str) -> str:
-    """Normalize an answer: lower case, no ASCII punctuation or English articles, single spaces.
+    """Normalize an answer: lower case, without ASCII punctuation and articles, single spaces.
 
     This is the normalization of the SQuAD and NQ-Open evaluation scripts (Rajpurkar et al. 2016). A
-    text that consists only of articles and punctuation ("A") keeps them, because an empty text
+    text that consists only of articles and punctuation ("A") is not changed, because an empty text
     would match everything.
     """
     lowered = " ".join(text.lower().split())
@@ -29,23 +29,24 @@ def normalize_answer(text: str) -> str:
 
 
 def contains_answer(output: str, answers: Sequence[str]) -> float:
-    """1.0 if any gold answer occurs in the output, both normalized, else 0.0.
+    """Return 1.0 if any gold answer occurs in the output (both normalized), else 0.0.
 
     This is the accuracy metric of Block-Attention (Ma et al. 2025, section 3.1), and
-    ``best_subspan_em`` of Liu et al. 2023. It compares characters, not words: "7" occurs in "1970".
+    ``best_subspan_em`` of Liu et al. 2023. It compares characters, not words, so "7" occurs in
+    "1970".
     """
     found = normalize_answer(output)
     return float(any(normalize_answer(answer) in found for answer in answers))
 
 
 def exact_match(output: str, answers: Sequence[str]) -> float:
-    """1.0 if the output equals any gold answer, both normalized, else 0.0."""
+    """Return 1.0 if the output equals any gold answer (both normalized), else 0.0."""
     found = normalize_answer(output)
     return float(any(normalize_answer(answer) == found for answer in answers))
 
 
 def f1_score(output: str, answers: Sequence[str]) -> float:
-    """Highest F1 score of any gold answer: harmonic mean of word precision and recall, in 0..1."""
+    """Return the highest F1 score (of word precision and recall) over the gold answers, in 0..1."""
     return max((_f1(normalize_answer(output), normalize_answer(a)) for a in answers), default=0.0)
 
 
@@ -63,7 +64,7 @@ METRICS: dict[str, Callable[[str, Sequence[str]], float]] = {
 
 
 class Interval(NamedTuple):
-    """A mean with its confidence interval."""
+    """Mean with a confidence interval."""
 
     mean: float
     low: float
@@ -76,25 +77,25 @@ def plain_figures(figures: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def bootstrap_mean(values: Sequence[float]) -> Interval:
-    """Mean of at least one value, with its 95 % bootstrap interval."""
+    """Return the mean of at least one value, with a 95 % bootstrap interval."""
     if not values:
-        raise ValueError("Expected at least one value to average, found none")
+        raise ValueError("values is empty: expected at least one value")
     return bootstrap_ratio(values, np.ones(len(values)))
 
 
 def bootstrap_ratio(
     numerators: Sequence[float] | np.ndarray, denominators: Sequence[float] | np.ndarray
 ) -> Interval:
-    """Mean of the numerators over the mean of the denominators, with its 95 % interval.
+    """Return the mean of the numerators over the mean of the denominators, with a 95 % interval.
 
-    The interval is computed by a percentile bootstrap (Efron 1979) and is deterministic. Each
-    numerator is drawn together with its denominator. The mean of the denominators must be above 0.
-    Resamples in which it is not above 0 are left out.
+    The interval is a deterministic percentile bootstrap (Efron 1979). Each numerator is drawn
+    together with its denominator. The mean of the denominators must be positive. Resamples in which
+    it is not are discarded.
     """
     pairs = np.stack([numerators, denominators]).astype(np.float64)
     size = pairs.shape[1]
     rng = np.random.default_rng(0)
-    # Computed in slices, because a matrix of resamples x samples could exceed the memory.
+    # Computed in slices, because a matrix of resamples x samples might not fit in memory.
     rows = max(1, _DRAWN_AT_ONCE // size)
     counts = [min(rows, _RESAMPLES - start) for start in range(0, _RESAMPLES, rows)]
     drawn = [pairs[:, rng.integers(size, size=(n, size))].mean(axis=2) for n in counts]

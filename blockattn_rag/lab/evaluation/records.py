@@ -1,7 +1,7 @@
-"""Rows of an evaluation, records of each question, and reports that summarize records by row.
+"""Rows of an evaluation, records per question, and reports that summarize records by row.
 
-A row is full mode, block mode with one recipe, or prompts without passages. Records are stored in a
-file, so that an interrupted run can resume.
+A row is full mode, block mode with a recipe, or prompts without passages. Records are stored in a
+file, so that interrupted runs can be resumed.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from blockattn_rag.errors import DataError
 from blockattn_rag.lab.evaluation.datasets import Sample
 
 FULL, CLOSED_BOOK, PLAIN = "full", "closed-book", "none"
-"""Names of the rows for full mode, for prompts without passages, and for plain block mode."""
+"""Row names of full mode, prompts without passages, and plain block mode."""
 
 Recipes = Mapping[str, RecipeLike] | Sequence[RecipeLike]
-"""Recipes by row name, or a list of recipes whose text is also their row name."""
+"""Recipes by row name, or a list of recipes, whose text is then the row name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One way of answering the prompts of an evaluation."""
+    """Combination of mode and recipe in an evaluation."""
 
     name: str
     recipe: Recipe | None = None
@@ -40,7 +40,7 @@ class Row:
 
     @property
     def digest(self) -> str:
-        """Digest of the recipe; empty in full mode."""
+        """Digest of the recipe. Empty in full mode."""
         return "" if self.recipe is None else self.recipe.digest
 
     @property
@@ -51,8 +51,8 @@ class Row:
 def rows_of(
     engine: BlockAttentionEngine, first: Row, recipes: Recipes, closed_book: bool = False
 ) -> list[Row]:
-    """Rows of an evaluation: ``first``, a row for each recipe, and, with ``closed_book``, a row
-    without passages.
+    """Create the rows of an evaluation: ``first``, one row per recipe, and, with ``closed_book``, a
+    row without passages.
 
     Recipes are resolved for the engine's model.
     """
@@ -61,7 +61,7 @@ def rows_of(
     names = [name for name, _ in pairs]
     if len(set(names)) < len(names) or not {FULL, CLOSED_BOOK}.isdisjoint(names):
         raise ValueError(
-            f"Found the recipes {names}, expected distinct names other than {FULL!r} and "
+            f"Invalid recipe names {names}: expected distinct names other than {FULL!r} and "
             f"{CLOSED_BOOK!r}, which are reserved"
         )
     rows = [Row(name, resolve_recipe(recipe, engine.model, engine.store)) for name, recipe in pairs]
@@ -69,13 +69,13 @@ def rows_of(
 
 
 def settings_of(engine: BlockAttentionEngine, **others: Any) -> dict[str, Any]:
-    """Settings of an engine that the records of an evaluation depend on."""
+    """Return the engine settings that an evaluation's records depend on."""
     own = {"fingerprint": engine.model.fingerprint, "kv_dtype": engine.kv_dtype}
     return {**own, **others}
 
 
 class Record(Sample, Protocol):
-    """One sample in one row: a dataclass."""
+    """Dataclass with the result of one sample in one row."""
 
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
@@ -84,7 +84,7 @@ class Record(Sample, Protocol):
 
     @property
     def recipe(self) -> str:
-        """Digest of the row's recipe; empty in full mode."""
+        """Digest of the row's recipe. Empty in full mode."""
 
 
 class RowResult(Protocol):
@@ -100,7 +100,7 @@ F = TypeVar("F", bound=RowResult)
 
 @dataclass(frozen=True)  # Generic classes cannot have slots.
 class Report(Generic[R, F]):
-    """Result of a run: its settings, all records, and the summary of each row, in order."""
+    """Result of a run: settings, all records, and the summaries of the rows, in order."""
 
     settings: Mapping[str, Any]
     records: Sequence[R]
@@ -115,10 +115,10 @@ class Report(Generic[R, F]):
 
 
 class RecordFile(Generic[R]):
-    """JSONL file with the settings of a run on the first line, then one record per line.
+    """JSON Lines file with a run's settings on the first line, and one record on each other line.
 
-    If a crash left an incomplete last line, it is dropped when the file is opened again. A file
-    that this class did not write is never changed.
+    An incomplete last line, left by a crash, is removed when the file is opened again. Files that
+    were not written by this class are never modified.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class RecordFile(Generic[R]):
         start = _dump(header).encode()
         data = path.read_bytes() if path.exists() else b""
         if len(data) < len(start) and start.startswith(data):
-            # The file is new, or cut off within the header.
+            # The file is new, or was cut off within the header.
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(start)
             return
@@ -174,8 +174,8 @@ class RecordFile(Generic[R]):
             raise self._refusal(1, "not a record file (no settings on this line)")
         if found != json.loads(start):
             raise DataError(
-                f"{path} has records made with other settings. Found: {_dump(found).strip()}, "
-                f"expected: {_dump(header).strip()}. Choose another file or delete this file."
+                f"{path} contains records with other settings. Found: {_dump(found).strip()}, "
+                f"expected: {_dump(header).strip()}. Choose another file or delete this one."
             )
         for number, line in enumerate(lines, 2):
             try:
@@ -193,8 +193,8 @@ class RecordFile(Generic[R]):
         changed = {r.id: None for r in found if digests.get(r.id, r.digest) != r.digest}
         if changed:
             raise DataError(
-                f"{self._path} has answers to other questions, or from other passages, under "
-                f"{listed(list(changed))}. Choose another file or delete this file."
+                f"{self._path} contains records of other questions or passages under "
+                f"{listed(list(changed))}. Choose another file or delete this one."
             )
 
     def _check_recipes(self, rows: Sequence[Row]) -> None:
@@ -202,8 +202,8 @@ class RecordFile(Generic[R]):
         for record in self.records.values():
             if record.recipe != recipes.get(record.mode, record.recipe):
                 raise DataError(
-                    f"{self._path} has records of {record.mode!r} made with another recipe than "
-                    "the current one. Choose another file of records or delete this file."
+                    f"{self._path} contains records of {record.mode!r} with another recipe. Choose "
+                    "another file or delete this one."
                 )
 
     def _json(self, number: int, line: bytes) -> Any:
@@ -217,7 +217,7 @@ class RecordFile(Generic[R]):
 
 
 def listed(ids: Sequence[str], most: int = 20) -> str:
-    """List ids for a message, at most the first ``most``."""
+    """Format a list of ids for a message, with at most ``most`` ids."""
     rest = f" and {len(ids) - most} more" if len(ids) > most else ""
     return f"the ids {', '.join(ids[:most])}{rest}"
 

@@ -1,5 +1,5 @@
-"""Repair of block mode for a stock model: fitting, choosing and measuring a recipe.
+"""Repair of a stock model's block mode: fitting, choosing and measuring a recipe.
 
-The teacher is the model itself in full mode, so no labels are needed. A fitted correction is
-applied while passages are encoded, so it costs nothing per answer.
+The teacher is the same model in full mode, so no labels are needed. A fitted correction is applied
+when passages are encoded, so it has no cost per answer.
 """

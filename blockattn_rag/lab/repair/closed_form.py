@@ -1,8 +1,8 @@
-"""Fit of a correction by ridge regression, from the KV of blocks to the KV of full attention.
+"""Ridge regression of a correction, from the KV of blocks to the KV of full attention.
 
-The fit needs only passages: no questions, labels or gradients. The context of each prompt is
-computed twice, in blocks and with full attention. Only sums over tokens are kept, so memory does
-not grow with the number of prompts.
+The fit needs only passages: no questions, labels or gradients. Each prompt's context is encoded
+twice, as blocks and with full attention. Only sums over tokens are kept, so memory use does not
+grow with the number of prompts.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ from blockattn_rag.model.correction import (
 from blockattn_rag.prompts.sinks import NO_SINK, sink_ids
 
 _RIDGES = (1e-4, 1e-3, 1e-2, 1e-1)
-"""Penalties on the weights, relative to the mean square of states. Held-out prompts select one."""
+"""Penalties on the weights, relative to the mean square of states. Selected on held-out prompts."""
 
 TokenBlocks = Sequence[Sequence[int]]
 """Token ids of a prompt's blocks."""
 
-# A squared difference is rounding if it is below a fraction of the squared states: the larger of
+# Squared differences count as rounding errors below a fraction of the squared states: the larger of
 # _ROUNDING (sums in float32) and _ROUNDING_EPS2 times the squared epsilon of the states' dtype.
 _ROUNDING = 1e-9
 _ROUNDING_EPS2 = 4
 
-# Weight in tokens of the prior that the constants are 0.
+# Weight, in tokens, of the prior that the constants are 0.
 _PRIOR_TOKENS = 1.0
 
 
 class Sums:
-    """Sums over the tokens of one layer, for inputs x (states and place) and differences y.
+    """Sums over the tokens of a layer, for inputs x (states and place) and differences y.
 
     The sums ``xx`` ``[K, D+P, D+P]``, ``xy`` ``[K, D+P, D]`` and ``yy`` ``[K, D]`` are float64.
 
     Args:
-        dtype: Type in which the states are computed.
+        dtype: Dtype that the states are computed in.
     """
 
     def __init__(self, heads: int, size: int, dtype: torch.dtype = torch.float32) -> None:
@@ -58,7 +58,7 @@ class Sums:
         self.yy = torch.zeros(heads, size, dtype=torch.float64)
 
     def add(self, block: Tensor, full: Tensor) -> None:
-        """Add one block's states ``[K, n, D]`` in block mode and in full attention."""
+        """Add a block's states ``[K, n, D]`` in block mode and with full attention."""
         place = F.one_hot(places(block.shape[1]), NUM_PLACES).to(block)
         x = torch.cat([block, place.expand(len(block), -1, -1)], dim=-1)
         y = full - block
@@ -68,15 +68,15 @@ class Sums:
 
     @property
     def differ(self) -> bool:
-        """Whether blocks differ from full attention by more than rounding.
+        """Whether blocks differ from full attention by more than rounding errors.
 
-        In layer 0 they usually do not differ.
+        In layer 0, they usually do not.
         """
         states = self.xx.diagonal(dim1=1, dim2=2)[:, : self._size]
         return bool(self.yy.sum() > self._rounding * states.sum())
 
     def solve(self, ridge: float) -> Tensor:
-        """Weights and constants ``[K, D+P, D]``, which are zero where nothing differs."""
+        """Return weights and constants ``[K, D+P, D]``, which are zero where nothing differs."""
         if not self.differ:
             return torch.zeros_like(self.xy)
         penalty = torch.full_like(self.xx[:, 0], _PRIOR_TOKENS)
@@ -85,7 +85,7 @@ class Sums:
         return torch.linalg.solve(self.xx + torch.diag_embed(penalty), self.xy)
 
     def left(self, solution: Tensor) -> Tensor:
-        """Squared difference that remains after applying a solution, ``[K, D]``."""
+        """Return the squared difference that remains after applying a solution, ``[K, D]``."""
         fitted = (solution * (self.xx @ solution)).sum(dim=1)
         return self.yy - 2 * (solution * self.xy).sum(dim=1) + fitted
 
@@ -98,18 +98,18 @@ def fit_correction(
     sink: str = NO_SINK,
     on_progress: Callable[[int, int], None] = lambda *_: None,
 ) -> Correction:
-    """Fit a correction of blocks that are encoded after ``sink``.
+    """Fit a correction for blocks that are encoded after ``sink``.
 
     Args:
-        contexts: Token ids of the blocks of each prompt. The first block is the prompt's beginning
-            and is not corrected.
-        held_out: Further prompts, which decide the penalty.
+        contexts: Token ids of each prompt's blocks. The first block is the start of the prompt and
+            is not corrected.
+        held_out: Held-out prompts, on which the penalty is selected.
     """
     every = [*contexts, *held_out]
     if not contexts or not held_out or any(len(context) < 2 for context in every):
         raise ValueError(
-            f"Found {len(contexts)} prompts to fit to and {len(held_out)} held-out prompts, "
-            "expected at least one of each, all with a passage after the first block"
+            f"Found {len(contexts)} prompts to fit and {len(held_out)} held-out prompts, expected "
+            "at least one of each, all with a passage after the first block"
         )
     before = sink_ids(sink, model.tokenizer)
     fitted, tested = (_empty_sums(model) for _ in range(2))
@@ -157,13 +157,13 @@ def _add_prompt(
 
 
 def _bare(model: BlockModel, kv: BlockKV, layer: int, start: int, end: int) -> Tensor:
-    """States of the tokens ``start`` to ``end`` in one layer, without rotation, ``[K, n, D]``."""
+    """Return the unrotated states of the tokens ``start`` to ``end`` in a layer, ``[K, n, D]``."""
     keys, values = (states[:, start:end] for states in kv.states(layer))
     return bare_states(keys, values, model.profile.layouts[layer], range(start, end))
 
 
 def _best(fitted: Sequence[Sums], tested: Sequence[Sums]) -> list[Tensor]:
-    """Solutions with the penalty that fits held-out prompts best. All layers have equal weight."""
+    """Solutions with the best penalty on held-out prompts. All layers have equal weight."""
 
     def left(solutions: Sequence[Tensor]) -> float:
         pairs = zip(tested, solutions, strict=True)

@@ -1,9 +1,9 @@
-"""Candidate recipes of a repair: their comparison with full mode, and the choice of a recipe.
+"""Candidate recipes of a repair: comparison with full mode, and selection.
 
-The choice has two steps. The first step takes the simplest candidate without a cost per answer that
-the data cannot distinguish from the best (the one-standard-error rule, Breiman et al. 1984). If
-this recipe does not keep enough of full mode's answers, the second step adds the smallest cost per
-answer that does.
+The recipe is chosen in two steps. The first step selects, among the candidates without a cost per
+answer, the simplest that the data cannot distinguish from the best (the one-standard-error rule,
+Breiman et al. 1984). If this recipe does not keep enough of full mode's answers, the second step
+adds the smallest cost per answer with which it does.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from blockattn_rag.prompts.sinks import HEAD, NO_SINK
 logger = logging.getLogger("blockattn_rag")
 
 Tick = Callable[[int, int], None]
-"""Callback that receives the finished part of the work and its total."""
+"""Progress callback: completed work, and total work."""
 
 _GENERATED_AT_ONCE = 8
 
@@ -42,16 +42,16 @@ _CONFIDENCE = 1.96
 """Number of standard errors by which a recipe must be better to replace another."""
 
 _SHARES = (0.05, 0.1, 0.2)
-"""Shares of the tokens to recompute, as candidates."""
+"""Candidate fractions of tokens to recompute."""
 
 _FEWEST_RIGHT = 8
-"""Number of full mode's right answers below which tokens decide, because answers are too few."""
+"""Minimum number of full mode's correct answers. With fewer, recipes are compared by tokens."""
 
 _FEW = 8
-"""Number of questions below which a difference is too uncertain to replace a recipe in use."""
+"""Minimum number of questions. With fewer, differences are too uncertain to replace a recipe."""
 
 Losses = Mapping[str, NDArray[np.float64]]
-"""Losses of recipes on the same questions, ``[questions]``, by name; the simplest recipe first."""
+"""Losses of recipes on the same questions, ``[questions]``, by name, the simplest recipe first."""
 
 IN_USE = "in use"
 """Candidate name of the model's current recipe."""
@@ -64,9 +64,9 @@ def free_recipes(
     trained: Correction | None,
     in_use: Recipe | None = None,
 ) -> dict[str, Recipe]:
-    """Candidates that cost nothing per answer, by name, the simplest first.
+    """Return the candidates without a cost per answer, by name, the simplest first.
 
-    A recipe in use is also a candidate, and comes before new adapters.
+    The recipe in use is also a candidate, and comes before new adapters.
     """
     prefix = "" if sink == NO_SINK else f"{sink} + "
     recipes = {PLAIN: Recipe()}
@@ -89,11 +89,11 @@ def count_candidates(model: BlockModel, sink: str, in_use: Recipe | None) -> int
 
 
 def costly_recipes(model: BlockModel, name: str, free: Recipe) -> dict[str, Recipe]:
-    """Variants of a recipe that keep more answers at a cost per answer, by name, the cheapest
-    first.
+    """Return variants that keep more answers at a cost per answer, by name, the cheapest first.
 
-    They recompute tokens, or promote a passage for models that cannot recompute. Passages are
-    encoded after the head, which helps recomputing, unless an adapter was fitted to another sink.
+    Variants recompute tokens or, if the model cannot recompute, promote a passage. Passages are
+    encoded after the head, which makes recomputation more effective, unless an adapter was fitted
+    to another sink.
     """
     if can_recompute(model):
         base, name = (free, name) if free.adapter else (Recipe(HEAD), HEAD)
@@ -107,12 +107,12 @@ def costly_recipes(model: BlockModel, name: str, free: Recipe) -> dict[str, Reci
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The chosen candidate.
+    """Chosen candidate.
 
     Args:
-        recipes: All candidates by name: first candidates without a cost per answer, from the
-            simplest, then candidates with such a cost, from the cheapest.
-        shares: Share of full mode's answers that the candidates of the last step keep, by name.
+        recipes: All candidates by name: first those without a cost per answer, the simplest first,
+            then those with a cost, the cheapest first.
+        shares: Fraction of full mode's answers that each candidate of the last step keeps, by name.
     """
 
     name: str
@@ -125,7 +125,7 @@ class Choice:
 
 
 class Comparer:
-    """Compares recipes with full mode, at each token of the teacher's answers."""
+    """Compares recipes with full mode at each token of the teacher's answers."""
 
     def __init__(
         self,
@@ -140,16 +140,15 @@ class Comparer:
     def adapter_helps(
         self, samples: Sequence[Question], recipes: Mapping[str, Recipe], tick: Tick
     ) -> bool:
-        """Whether the last recipe, with an adapter, is better than the recipe before it, without
-        one."""
+        """Whether the last recipe, with an adapter, is better than the one before, without."""
         sink, closed = [name for name in recipes if name != IN_USE][-2:]
         losses = self.losses(samples, {name: recipes[name] for name in (sink, closed)}, tick)
         loss, before = losses[closed].mean(), losses[sink].mean()
         if loss >= before:
             logger.warning(
-                "An adapter does not help %s: on %d questions, its divergence from full mode is "
-                "%.3f, without adapter %.3f. Training is skipped, and the choice is between costs "
-                "per answer",
+                "An adapter does not improve %s: on %d questions, the divergence from full mode "
+                "is %.3f with it and %.3f without. Training is skipped, and only recipes with a "
+                "cost per answer are compared",
                 self._engine.model.name, len(samples), loss, before,
             )  # fmt: skip
         return bool(loss < before)
@@ -185,9 +184,9 @@ class Comparer:
         max_new_tokens: int,
         tick: Tick,
     ) -> dict[str, float]:
-        """Share of full mode's answers that each recipe keeps.
+        """Measure the fraction of full mode's answers that each recipe keeps.
 
-        Counts right answers if enough are known, else tokens that the recipe would also choose.
+        Counts correct answers if there are enough, else tokens that the recipe would also choose.
         """
         report = self.compared(samples, recipes, tick)
         right = self._right(samples, recipes, max_new_tokens)
@@ -221,10 +220,10 @@ class Comparer:
     def right(
         self, samples: Sequence[Question], chosen: Recipe, max_new_tokens: int, tick: Tick
     ) -> tuple[dict[str, int], int]:
-        """Count right answers in full mode, without a recipe, and with the chosen recipe.
+        """Count correct answers in full mode, without a recipe, and with the chosen recipe.
 
         Returns:
-            The counts by name, and the number of samples with known right answers.
+            The counts by name, and the number of samples with reference answers.
         """
         tick(0, 1)
         found = self._right(samples, {"block": Recipe(), "recipe": chosen}, max_new_tokens)
@@ -234,8 +233,8 @@ class Comparer:
     def _right(
         self, samples: Sequence[Question], recipes: Mapping[str, Recipe], max_new_tokens: int
     ) -> dict[str, list[bool]]:
-        """Whether answers are right in full mode and with recipes, on the samples whose right
-        answers are known. Empty if there is no such sample."""
+        """Check answers in full mode and with recipes, on the samples with reference answers. Empty
+        if there are none."""
         asked = [sample for sample in samples if sample.answers]
         if not asked:
             return {}
@@ -259,7 +258,7 @@ class Comparer:
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """A prompt whose id is derived from its text."""
+    """Prompt with an id derived from its text."""
 
     prompt: BlockPrompt
 
@@ -273,16 +272,16 @@ class _Asked:
 
 
 def loss_of(record: FidelityRecord) -> float:
-    """Mean divergence, with the first token counted twice, as in training."""
+    """Return the mean divergence, with the first token counted twice, as in training."""
     return (record.kl * record.tokens + record.first_kl) / (record.tokens + 1)
 
 
 def choose(losses: Losses, in_use: str | None = None) -> str:
-    """Choose a recipe by the losses of all candidates that cost nothing per answer.
+    """Choose a recipe by the losses of all candidates without a cost per answer.
 
-    The choice is the first recipe whose loss is at most one standard error above the lowest loss.
-    The recipe in use is kept unless the choice is better by more than the 95 % interval of the
-    difference. Standard errors are of differences, paired by question.
+    Chooses the first recipe whose loss is at most one standard error above the lowest loss. The
+    recipe in use is kept unless the chosen recipe is better by more than the 95 % interval of the
+    difference. Standard errors are those of paired differences per question.
 
     Args:
         losses: Losses on at least two questions.
@@ -295,8 +294,7 @@ def choose(losses: Losses, in_use: str | None = None) -> str:
 
 
 def cheapest(shares: Mapping[str, float], tolerance: float) -> str:
-    """The cheapest recipe that keeps enough of full mode's answers, else the recipe that keeps
-    most."""
+    """Return the cheapest recipe that keeps enough of full mode's answers, else the best one."""
     within = (name for name, share in shares.items() if share >= tolerance)
     return next(within, max(shares, key=lambda name: shares[name]))
 
@@ -306,7 +304,7 @@ def _is_clearly_better(losses: Losses, name: str, other: str) -> bool:
 
 
 def _difference(losses: Losses, name: str, other: str) -> float:
-    """Number of standard errors by which the first loss exceeds the second. 0 if they are equal."""
+    """Return how many standard errors the first loss exceeds the second by. 0 if equal."""
     difference = losses[name] - losses[other]
     mean, error = difference.mean(), difference.std(ddof=1) / math.sqrt(len(difference))
     return float(mean / error) if error else math.copysign(math.inf, mean) if mean else 0.0

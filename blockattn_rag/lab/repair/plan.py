@@ -1,6 +1,6 @@
-"""The plan of a repair: the numbers of prompts and steps that fit in its time.
+"""Plan of a repair: the numbers of prompts and steps that fit in the time limit.
 
-This module does not import torch, because the command line reads the limits.
+This module does not import torch, because the command line imports it.
 """
 
 from __future__ import annotations
@@ -17,33 +17,33 @@ class TooLittleTimeError(DataError):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bounds of a repair. They are not options: measured speeds decide the numbers within them.
+    """Bounds of a repair. They are not options: the numbers within them depend on measured speeds.
 
     Args:
-        questions: Maximum number of questions that the model writes. More questions improve little,
-            and take time from the fit.
-        writing_share: Maximum share of the time for writing questions.
-        passages: Passages per prompt, as many as ``ask`` retrieves. Fits use 1 to this many
-            passages, and measurements use exactly this many.
-        answer_tokens: Maximum length of full mode's answers in tokens. It is enough for factual
-            questions, and each token costs a forward pass.
-        top_k: Number of the teacher's likeliest tokens to keep at each token of an answer. All
-            other tokens count as one.
+        questions: Maximum number of questions that the model generates. More questions improve the
+            result little, and take time from the fit.
+        writing_share: Maximum fraction of the time for generating questions.
+        passages: Number of passages per prompt, equal to the number that ``ask`` retrieves. Fits
+            use up to this many passages, and measurements use exactly this many.
+        answer_tokens: Maximum length of full mode's answers in tokens. Sufficient for factual
+            questions; each token costs a forward pass.
+        top_k: Number of the teacher's most likely tokens to keep at each answer token. All other
+            tokens count as one.
         held_out: Maximum number of questions for choosing and measuring together. With fewer
-            questions, intervals are too wide; more questions take time from the fit.
-        held_out_share: Maximum share of the questions that are held out.
+            questions, intervals are too wide; more take time from the fit.
+        held_out_share: Maximum fraction of questions that are held out.
         fewest_held_out: Minimum number of held-out questions: two for choosing and two for
-            measuring, because a standard error needs two.
-        closed_form: Number of prompts for the closed form. More prompts do not improve it.
+            measuring, because a standard error requires two.
+        closed_form: Number of prompts for the closed form, which more prompts do not improve.
         samples: Maximum number of prompts to train on.
-        draws: Maximum number of samples of one question, each with other passages.
+        draws: Maximum number of samples per question, each with other passages.
         fewest_samples: Minimum number of prompts to train on. With fewer prompts, training is
             skipped.
-        epochs: Passes over the samples. On held-out questions, new samples improve more than
-            further passes.
-        measurements: Number of times that a training is measured and saved as a checkpoint.
-        validation: Number of prompts that a training is measured on.
-        store_bytes: Maximum size of the keys and values in the work folder, in bytes.
+        epochs: Passes over the samples. New samples improve held-out results more than further
+            passes.
+        measurements: Number of evaluations during training. A checkpoint is saved with each.
+        validation: Number of prompts for evaluations during training.
+        store_bytes: Maximum size of keys and values in the work folder, in bytes.
     """
 
     questions: int = 240
@@ -72,13 +72,13 @@ _FEWEST_CLOSED = 2
 
 @dataclass(frozen=True, slots=True)
 class Speeds:
-    """Seconds of each step for one prompt, measured before the plan is made.
+    """Seconds per prompt for each step, measured before planning.
 
     Args:
         answer: Answering in full mode.
-        encode: Encoding the context with full attention. Encoding its passages takes about as long.
-        fetch: Fetching its passages, encoded after the sink, from the store or by computation.
-        step: Forward and backward pass of a student.
+        encode: Encoding the context with full attention. Encoding the passages takes about as long.
+        fetch: Loading or encoding the passages, which are encoded after the sink.
+        step: Forward and backward pass of the student.
     """
 
     answer: float
@@ -88,12 +88,13 @@ class Speeds:
 
     @property
     def compare(self) -> float:
-        """Seconds of one recipe's predictions for a prompt, estimated as half a step."""
+        """Seconds for a recipe's predictions on a prompt, estimated as half a step."""
         return self.step / 2
 
     def held_out(self, recipes: int) -> float:
-        """Seconds of a held-out prompt: full mode's answer, passages encoded alone and after the
-        sink, every recipe's predictions, and its answers if right answers are known."""
+        """Return the seconds for a held-out prompt: full mode's answer, passages encoded with and
+        without the sink, all recipes' predictions, and their answers if there are reference
+        answers."""
         return self.answer + self.encode + self.fetch + (recipes + 2) * self.compare
 
     def sample(self, epochs: float) -> float:
@@ -101,7 +102,7 @@ class Speeds:
 
     @property
     def closed_form(self) -> float:
-        """Seconds of a closed-form prompt: its passages, and its context with full attention."""
+        """Seconds for a closed-form prompt: its passages, and its context with full attention."""
         return 2 * self.encode
 
     def longer(self, factor: float) -> Speeds:
@@ -122,8 +123,8 @@ class RepairPlan:
         held_out: Number of questions for choosing and measuring.
         closed_form: Number of prompts for the closed form.
         samples: Number of prompts to train on. 0: no training.
-        training_s: Seconds planned for the optimizer steps.
-        measuring_s: Seconds planned for the work after training.
+        training_s: Planned seconds for training steps.
+        measuring_s: Planned seconds for the work after training.
     """
 
     held_out: int
@@ -148,10 +149,10 @@ class RepairPlan:
         batch: int,
         limits: Limits,
     ) -> RepairPlan:
-        """Make a plan for the remaining time.
+        """Create a plan for the remaining time.
 
-        Held-out questions get at most a quarter of the time, and the closed form at most a fifth.
-        Training gets the rest.
+        At most a quarter of the time is for held-out questions, and at most a fifth for the closed
+        form. The rest is for training.
         """
         check_enough(questions, limits)
         budget_s, held_s = seconds, speeds.held_out(recipes)
@@ -167,9 +168,9 @@ class RepairPlan:
             needed = math.ceil(-seconds / 60) + 1
             raise TooLittleTimeError(
                 "There is too little time to fit and measure a recipe with this model on this "
-                f"machine: found {max(0.0, budget_s) / 60:.1f} minutes left, expected "
-                f"{(budget_s - seconds) / 60:.1f} (an answer of full mode takes "
-                f"{speeds.answer:.1f} s); give at least {needed} minutes more (--minutes)"
+                f"machine: {max(0.0, budget_s) / 60:.1f} minutes are left, but "
+                f"{(budget_s - seconds) / 60:.1f} are needed (a full-mode answer takes "
+                f"{speeds.answer:.1f} s); add at least {needed} minutes (--minutes)"
             )
         checked = min(limits.validation, held_out // 2)
         measured_s = limits.measurements * checked * speeds.compare
@@ -195,8 +196,8 @@ def check_enough(questions: int, limits: Limits) -> None:
     if questions < limits.fewest_held_out + 1:
         raise DataError(
             f"Found {questions} distinct questions, expected at least "
-            f"{limits.fewest_held_out + 1}: some to fit and others to measure on; pass more "
-            "questions (--questions FILE) or passages"
+            f"{limits.fewest_held_out + 1}, because some are used for fitting and others for "
+            "measuring; pass more questions (--questions FILE) or passages"
         )
 
 
@@ -204,10 +205,9 @@ def check_time(budget_s: float, needed_s: float, speeds: Speeds) -> None:
     if needed_s > budget_s:
         minutes = math.ceil(needed_s / 60)
         raise TooLittleTimeError(
-            "There is too little time to fit and measure a recipe with this model on this "
-            f"machine: found {budget_s / 60:g} minutes, expected at least {minutes} (an answer of "
-            f"full mode takes {speeds.answer:.1f} s). Pass --minutes {minutes}, or more for a "
-            "better recipe"
+            "There is too little time to fit and measure a recipe with this model on this machine: "
+            f"found {budget_s / 60:g} minutes, expected at least {minutes} (a full-mode answer "
+            f"takes {speeds.answer:.1f} s). Pass --minutes {minutes}, or more for a better recipe"
         )
 
 
@@ -216,5 +216,5 @@ def least_s(speeds: Speeds, recipes: int, limits: Limits) -> float:
 
 
 def _within(seconds: float, each: float, fewest: int, most: int) -> int:
-    """Number of items of ``each`` seconds that fit into ``seconds``, within bounds."""
+    """Return how many items of ``each`` seconds fit in ``seconds``, within bounds."""
     return max(fewest, min(most, math.floor(seconds / max(each, 1e-9))))

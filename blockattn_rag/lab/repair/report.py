@@ -1,4 +1,4 @@
-"""The report of a repair, as JSON in the recipe, as four lines of text, and as a plot."""
+"""Report of a repair: JSON in the recipe, four lines of text, and a plot."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ logger = logging.getLogger("blockattn_rag")
 RepairReport = Mapping[str, Any]
 """Result of a repair, as plain JSON types:
 
-- ``model``, ``fingerprint``, ``version``, ``date``: model, version of this package, date in UTC.
+- ``model``, ``fingerprint``, ``version``, ``date``: model, package version, and date in UTC.
 - ``chosen``: name of the chosen candidate.
-- ``tolerance``: share of full mode's answers to keep; ``shares``: the share that each candidate for
-  the last choice keeps, the cheapest first.
-- ``candidates``: every candidate, the simplest first, with its ``name``, its mean ``loss`` on the
-  questions for choosing, and the fields of a ``FidelityResult`` on the questions for measuring.
+- ``tolerance``: fraction of full mode's answers to keep; ``shares``: the fraction that each
+  candidate of the last step keeps, the cheapest first.
+- ``candidates``: all candidates, the simplest first, each with its ``name``, its mean ``loss`` on
+  the questions for choosing, and the fields of a ``FidelityResult`` on those for measuring.
 - ``passages``: number of passages in the measured prompts.
-- ``questions``: number of distinct questions; ``written``: whether the model wrote them.
+- ``questions``: number of distinct questions; ``written``: whether the model generated them.
 - ``chosen_on``, ``measured_on``: numbers of questions for choosing and for measuring.
-- ``right``: numbers of right answers in full mode, plain block mode and with the recipe, on the
-  ``answered`` questions whose right answers are known. Empty: there is no such question.
-- ``plan``: see ``plan.Plan``; ``curve``: losses of the training; ``seconds``: seconds by stage.
+- ``right``: numbers of correct answers in full mode, plain block mode and with the recipe, on the
+  ``answered`` questions with reference answers. Empty if there are none.
+- ``plan``: see ``plan.Plan``; ``curve``: training losses; ``seconds``: seconds by stage.
 """
 
 _FEW = 10
-"""Number of held-out questions below which results are unreliable."""
+"""Minimum number of held-out questions. With fewer, results are unreliable."""
 
 
 def figures(report: RepairReport) -> list[str]:
@@ -43,20 +43,20 @@ def figures(report: RepairReport) -> list[str]:
     if chosen["recovery"] is not None:
         mean, low, high = (_percent(chosen["recovery"][end]) for end in ("mean", "low", "high"))
         recovered = f": {mean} recovered ({low} to {high})"
-    right = "not measured, because the questions have no right answers"
+    right = "not measured, because the questions have no reference answers"
     if report["right"]:
         counts = ", ".join(f"{name} {count}" for name, count in report["right"].items())
         right = f"{counts} of {report['answered']}"
     changes = (
         f"{what}: {_percent(plain[name]['mean'])} -> {_percent(chosen[name]['mean'])}"
         for what, name in (
-            ("Tokens that full mode would choose too", "agreement"),
+            ("Token agreement with full mode", "agreement"),
             ("identical answers", "identical"),
         )
     )
     kept = ", ".join(f"{name} {_percent(share)}" for name, share in report["shares"].items())
     return [
-        f"Of full mode's answers, {_percent(report['tolerance'])} are to be kept: {kept}.",
+        f"Target: keep {_percent(report['tolerance'])} of full mode's answers. Kept: {kept}.",
         f"Divergence from full mode (KL), {report['measured_on']} held-out questions: "
         f"{plain['kl']['mean']:.3f} without a recipe, {chosen['kl']['mean']:.3f} with "
         f"it{recovered}.{_shortfall(report)}",
@@ -66,14 +66,14 @@ def figures(report: RepairReport) -> list[str]:
 
 
 def _shortfall(report: RepairReport) -> str:
-    """Sentences about missing time or questions. Empty: there was enough."""
+    """Sentences about insufficient time or questions. Empty if there was enough."""
     few = report["measured_on"] < _FEW
     untrained = not report["plan"]["samples"]
     lacks = [
-        " These questions are too few to rely on." if few else "",
+        " There are too few questions for reliable results." if few else "",
         " There was no time to train the adapter." if untrained else "",
     ]
-    advice = " Give more minutes (--minutes) and questions (--questions)."
+    advice = " Increase --minutes and add --questions."
     return "".join(lacks) + (advice if few or untrained else "")
 
 
@@ -82,14 +82,16 @@ def _percent(share: float) -> str:
 
 
 def plot(report: RepairReport) -> bytes | None:
-    """Plot the divergence of all candidates and the losses of the training, as PNG.
+    """Plot the divergence of all candidates and the training losses, as PNG.
 
     Returns None if matplotlib is not installed.
     """
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        logger.warning("The plot is left out: it needs %s.", missing_extra("matplotlib", "train"))
+        logger.warning(
+            "Plot skipped, because it requires %s.", missing_extra("matplotlib", "train")
+        )
         return None
     figure = Figure(figsize=(11.0, 4.0), layout="constrained")
     bars, curve = figure.subplots(1, 2)

@@ -1,4 +1,4 @@
-"""Entry point of a repair, which checks the inputs and runs the stages."""
+"""Entry point of a repair: checks the inputs and runs the stages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from blockattn_rag.model import BlockModel
 from blockattn_rag.prompts.formats import Passage
 
 _LENGTHS = 100
-"""Number of passages whose tokens are counted, to estimate the total."""
+"""Number of passages whose tokens are counted to estimate the total."""
 
 
 def repair(
@@ -35,27 +35,27 @@ def repair(
     limits: Limits = LIMITS,
     on_progress: Progress = lambda *_: None,
 ) -> Recipe:
-    """Fit recipes for a model, choose the cheapest good recipe, measure it, and write it.
+    """Fit recipes for a model, choose the cheapest that is good enough, measure it, and write it.
 
-    An interrupted run with the same inputs is resumed. The weights of the model are frozen and not
-    changed.
+    An interrupted run with the same inputs is resumed. The model's weights are frozen and not
+    modified.
 
     Args:
-        output: Folder of the recipe. An existing recipe in the folder is replaced.
-        tolerance: Share of full mode's answers that the recipe must keep, on the questions for
-            choosing: right answers if enough are known, else tokens. If no candidate keeps this
-            share, the candidate that keeps most is chosen.
+        output: Folder for the recipe. An existing recipe in it is replaced.
+        tolerance: Fraction of full mode's answers that the recipe must keep, on the questions for
+            choosing: correct answers if there are enough reference answers, else tokens. If no
+            candidate does, the one that keeps most is chosen.
 
     Returns:
         The recipe, with its report.
 
     Raises:
         DataError: There are too few questions or passages, the model is block-fine-tuned, an
-            interrupted run had other inputs, or another run for this output is in progress.
-        TooLittleTimeError: The time is too short. This is a DataError.
-        DivergedError: A loss is not finite.
+            interrupted run had other inputs, or another run with this output is in progress.
+        TooLittleTimeError: There is too little time. A subclass of DataError.
+        DivergedError: A loss became NaN or infinite.
         ContextOverflowError: A prompt and its answer do not fit in the context window.
-        OSError: The output cannot be written, or the disk has too little room.
+        OSError: The output cannot be written, or there is not enough disk space.
     """
     if model.is_block_tuned:
         raise DataError(
@@ -71,7 +71,7 @@ def repair(
     }
 
     def is_worth_keeping(error: BaseException) -> bool:
-        # After another DataError, the inputs must change, so written questions are useless.
+        # After other DataErrors, the inputs must change, so generated questions are of no use.
         has_questions = (folder / QUESTIONS).is_file()
         may_resume = isinstance(error, TooLittleTimeError) or not isinstance(error, DataError)
         return (folder / PLAN).is_file() or (has_questions and may_resume)
@@ -85,22 +85,23 @@ def repair(
 
 
 def _check_output(output: Path, model: BlockModel) -> None:
-    """Refuse an output folder that is not writable, or has other files than a recipe of the model.
+    """Reject an output folder that is not writable or contains anything other than a recipe for the
+    model.
 
-    An existing recipe of the model, or a damaged recipe, will be replaced.
+    An existing recipe for the model, or a damaged one, will be replaced.
     """
     try:
         check_replaceable(output)
     except ValueError as error:
         raise DataError(f"{str(error).rstrip('.')} (--output)") from error
-    with suppress(ValueError):  # The folder has no recipe, or a damaged recipe.
+    with suppress(ValueError):  # The folder contains no recipe, or a damaged one.
         earlier = read_fields(output)
         if earlier.fingerprints and model.fingerprint not in earlier.fingerprints:
             shown = ", ".join(owner[:12] for owner in earlier.fingerprints)
             raise DataError(
-                f"{output} has a recipe for {earlier.model} (fingerprints {shown}), expected one "
-                f"for {model.name} (fingerprint {model.fingerprint[:12]}); choose another folder "
-                "(--output), or delete that recipe"
+                f"{output} contains a recipe for {earlier.model} (fingerprints {shown}), expected "
+                f"one for {model.name} (fingerprint {model.fingerprint[:12]}); choose another "
+                "folder (--output), or delete that recipe"
             )
     output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=output.parent):
@@ -114,7 +115,7 @@ def _check_disk(
     ids = (model.tokenizer.final_ids(passage.text, first=False) for passage in shown)
     tokens = sum(map(len, ids)) / max(1, len(shown))
     encoded = min(limits.passages * (limits.samples + limits.held_out), len(passages))
-    # Each passage is encoded twice: alone and after the sink.
+    # Each passage is encoded twice: with and without the sink.
     needed = min(limits.store_bytes, int(2 * encoded * tokens * model.bytes_per_token))
     free = shutil.disk_usage(folder.parent).free
     if free < needed:

@@ -1,6 +1,6 @@
-"""The stages of one repair: questions, full mode's answers, fits, the choice, its measurement.
+"""Stages of a repair: questions, full mode's answers, fits, selection, and measurement.
 
-Every stage stores its results in the work folder, so an interrupted run resumes where it stopped.
+Each stage stores its results in the work folder, so an interrupted run continues where it stopped.
 """
 
 from __future__ import annotations
@@ -54,28 +54,28 @@ from blockattn_rag.model.correction import Correction, read_correction, save_cor
 from blockattn_rag.prompts.blocks import BlockPrompt
 
 Progress = Callable[[str, int, int], None]
-"""Callback that receives the name of a stage, its finished part, and its total."""
+"""Progress callback: name of the stage, completed work, and total work."""
 
 PLAN, QUESTIONS = "plan.json", "questions.jsonl"
-"""Files of the work folder: the plan, and the questions that the model wrote."""
+"""Files in the work folder: the plan, and the generated questions."""
 
 _SEED = 0
 _STAND_IN = "What does the text say?"
-"""Question of the prompt that speeds are measured with before any question is written."""
+"""Question used to measure speeds before questions have been generated."""
 
 _WARM_UP = 200
-"""Characters of each passage in the warm-up."""
+"""Number of characters of each passage in the warm-up."""
 
 _RESERVE_SHARE = 0.08
-"""Share of the time kept in reserve for loading, saving, and work that is slower than measured."""
+"""Fraction of the time reserved for loading, saving, and work that is slower than measured."""
 
 LATEST = 1.3
-"""Multiple of its planned time after which a training is stopped."""
+"""Multiple of the planned time after which training is stopped."""
 
 
 @dataclass
 class Repair:
-    """The stages of one run."""
+    """Stages of one run."""
 
     model: BlockModel
     material: Material
@@ -91,7 +91,7 @@ class Repair:
         limits, model, namespace = self.limits, self.model, self.material.namespace
         self.sink = FREE_SINK
         store = ReadThroughStore(self.folder / "kv", limits.store_bytes, self.material.lender)
-        # Without resident blocks, memory has only the blocks of one prompt at a time.
+        # Without resident blocks, only the blocks of one prompt are in memory at a time.
         self.engine = BlockAttentionEngine(
             model, store, recipe="none", namespace=namespace, resident_bytes=0
         )
@@ -99,8 +99,8 @@ class Repair:
         self.teacher = Teacher(model, self.folder / "answers", limits.answer_tokens, limits.top_k)
 
     def run(self, version: str) -> tuple[Recipe, bytes | None]:
-        """Run all stages. Returns the recipe with its report, and the plot of the report."""
-        # Measure speeds first, so that a lack of time is reported before anything else is computed.
+        """Run all stages. Returns the recipe with its report, and the report's plot."""
+        # Measure speeds first, so that insufficient time is reported before any other work.
         speeds = None if self._plan_path.exists() else self._checked_speeds()
         questions = distinct_questions(self._questions(speeds), _SEED)
         plan = self._plan(questions, speeds)
@@ -186,10 +186,10 @@ class Repair:
         return count_candidates(self.model, self.sink, self.material.in_use)
 
     def _questions(self, speeds: Speeds | None) -> Sequence[Question]:
-        """The questions of the repair.
+        """Return the questions of the repair.
 
-        A planned repair has no speeds, and writes no further questions, because the split into
-        fitted and held-out questions depends on all questions."""
+        ``speeds`` is None if a plan exists. No more questions are then generated, because the split
+        into fitted and held-out questions depends on all of them."""
         material, limits = self.material, self.limits
         if material.questions is not None:
             return material.questions
@@ -217,11 +217,11 @@ class Repair:
         return self.folder / PLAN
 
     def _plan(self, questions: Sequence[Question], speeds: Speeds | None) -> RepairPlan:
-        """The plan of the repair, made once. A resumed run reads it from the work folder."""
+        """Return the plan, which is created once. A resumed run reads it from the work folder."""
         minutes = self.budget_s / 60
 
         def make() -> dict[str, Any]:
-            assert speeds is not None  # Without a plan, speeds were measured.
+            assert speeds is not None  # Without a plan, speeds have been measured.
             left = self._until_reserve() - time.monotonic()
             plan = RepairPlan.for_time(
                 left,
@@ -236,21 +236,22 @@ class Repair:
         kept = work.kept_json(self._plan_path, make)
         if (before := kept.pop("minutes")) != minutes:
             raise DataError(
-                f"{self.folder} has an interrupted repair of {before:g} minutes, found "
-                f"{minutes:g}: pass the same --minutes to resume it, or delete that folder to "
-                "start again"
+                f"{self.folder} contains an interrupted repair of {before:g} minutes, but "
+                f"--minutes is {minutes:g}: pass the same --minutes to resume it, or delete that "
+                "folder to start again"
             )
         return RepairPlan(**kept)
 
     def _until_reserve(self) -> float:
-        """Time on the monotonic clock at which the reserve of the time limit begins."""
+        """Time on the monotonic clock at which the reserved part of the time limit starts."""
         return self.started + (1 - _RESERVE_SHARE) * self.budget_s
 
     def speeds(self, questions: Sequence[Question]) -> Speeds:
-        """Estimate the seconds of each step for one prompt with as many passages as ``ask`` uses.
+        """Estimate the seconds of each step for a prompt with as many passages as ``ask``
+        retrieves.
 
-        Speeds are measured with two passages, after a warm-up with the beginnings of these
-        passages, because a complete prompt takes minutes on slow machines.
+        Speeds are measured with two passages, after a warm-up with the start of each, because a
+        complete prompt takes minutes on slow machines.
         """
         student = Student(self.model, no_correction(self.model, self.sink))
         loss = CorrectionLoss(student, self.teacher, self.source)
@@ -283,8 +284,8 @@ class Repair:
     ) -> tuple[list[Question], list[Question]]:
         """Draw training samples and held-out samples.
 
-        Training samples have one or more passages. As many are drawn as the limits permit, and the
-        fits use the first of them if time is short. Held-out samples have as many passages as
+        Training samples have one or more passages. As many as the limits permit are drawn; if time
+        is short, the fits use only the first ones. Held-out samples have as many passages as
         ``ask`` retrieves.
         """
         held, rest = questions[: plan.held_out], questions[plan.held_out :]
@@ -299,8 +300,8 @@ class Repair:
         prompt = self.material.prompt(sample.text, sample.passages)
         if len(prompt.context) < 2:
             raise DataError(
-                "Found a prompt of one context block, for which block mode equals full mode; "
-                "pass questions with more passages"
+                "Found a prompt with a single context block, for which block mode equals full "
+                "mode; pass questions with more passages"
             )
         return prompt
 
@@ -314,7 +315,7 @@ class Repair:
         path = self.folder / "closed-form.safetensors"
         if not path.is_file():
             contexts = [self.model.tokenizer.prompt_ids(prompt).context for prompt in prompts]
-            # A fifth of the prompts decides the penalty of the fit.
+            # A fifth of the prompts is held out to select the penalty.
             held = max(1, len(contexts) // 5)
             with self._stage("fitting in closed form") as tick:
                 correction = fit_correction(
@@ -330,8 +331,7 @@ class Repair:
         held: Sequence[BlockPrompt],
         plan: RepairPlan,
     ) -> tuple[Correction | None, list[dict[str, float]]]:
-        """Train a correction. Returns the correction and its losses, or None and no losses if there
-        is no time."""
+        """Train a correction. Returns it and its losses. None and no losses: there was no time."""
         path, curve = self.folder / "trained.safetensors", self.folder / "curve.json"
         if not plan.samples:
             return None, []

@@ -1,8 +1,8 @@
-"""The student: the model in block mode with a correction, its blocks, and its training.
+"""Student: the model in block mode with a correction, its blocks, and its training.
 
-The training goes through prompts one at a time, and accumulates gradients over a batch. Real
-batches would save little: on SmolLM2, four prompts together take 15 % less time, minus the padding
-of contexts with unequal lengths. The teacher and the encoding of passages take most of a run.
+Training processes one prompt at a time, and accumulates gradients over a batch. Real batches would
+save little: on SmolLM2, four prompts together take 15 % less time, minus the padding of contexts
+with unequal lengths. The teacher and the encoding of passages take most of the time.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ from blockattn_rag.store import DirectoryStore, KVStore, StoreStats
 from blockattn_rag.store.base import ReadResult
 from blockattn_rag.store.namespaces import Access
 
-# Settings from trials on SmolLM2 and Natural Questions, whose results are in the guide. They are
-# constants, because users cannot choose better values without such trials.
+# Settings from experiments with SmolLM2 and Natural Questions, which the guide reports. They are
+# constants, because users cannot choose better values without such experiments.
 BATCH = 4
 LEARNING_RATE = 1e-4
 _WARM_UP_SHARE = 0.1
 _ADAM_BETA2 = 0.98
 
 _BIAS_UNIT = 20.0
-"""Unit in which a correction's constants are trained. They are much larger than its weights, but
-Adam's steps have the same size for both."""
+"""Training scale of the constants, which are much larger than weights but get equal Adam steps."""
 
 
 class ReadThroughStore(KVStore):
-    """Store that writes to its own folder, and reads missing blocks from a lender.
+    """Store that writes to a separate folder, and reads missing blocks from another store, the
+    lender.
 
-    A repair can thus use the blocks of a database without adding blocks to it. Blocks in int8 are
-    not read from the lender, because an adapter must not be fitted to rounded blocks.
+    A repair can thus use the blocks of a database without adding any to it. Int8 blocks are not
+    read from the lender, because an adapter must not be fitted to quantized blocks.
     """
 
     def __init__(self, path: Path, max_bytes: int, lender: KVStore | None) -> None:
-        # Blocks are not flushed to disk, because blocks lost in a power failure are computed again.
+        # Blocks are not flushed to disk, because lost blocks are simply encoded again.
         self._own = DirectoryStore(path, max_bytes=max_bytes, fsync=False)
         self._lender = lender
 
@@ -86,7 +86,7 @@ def _unrounded(entry: ReadResult) -> ReadResult:
 
 
 class ReadyPrompt(NamedTuple):
-    """A prompt in block mode: its placed blocks, and the token ids of its final block."""
+    """Prompt in block mode: its placed blocks, and the token ids of the final block."""
 
     context: Context
     final_ids: list[int]
@@ -95,7 +95,7 @@ class ReadyPrompt(NamedTuple):
 class BlockSource:
     """Prepares prompts for block mode with keys and values from a store.
 
-    Missing blocks are computed by the stock model and stored.
+    Missing blocks are encoded by the stock model and stored.
     """
 
     def __init__(self, model: BlockModel, store: KVStore, sink: str, namespace: str = "") -> None:
@@ -111,7 +111,7 @@ class BlockSource:
 
 
 class Student(nn.Module):
-    """Predicts given answers in block mode, differentiable with respect to the correction.
+    """Predicts known answers in block mode, differentiable with respect to the correction.
 
     The module has only the correction's parameters. The model is not a submodule: its weights must
     be frozen, and are not trained, moved or saved with the module.
@@ -134,13 +134,13 @@ class Student(nn.Module):
         return replace(self._start, layers=tuple(layers))
 
     def finished(self) -> Correction:
-        """The current correction, on the CPU and without gradients."""
+        """Return the current correction, on the CPU and without gradients."""
         current = self.correction
         layers = [[t.detach().cpu().clone() for t in layer] for layer in current.layers]
         return replace(current, layers=tuple(LayerCorrection(*layer) for layer in layers))
 
     def forward(self, ready: ReadyPrompt, answer_ids: Sequence[int]) -> Tensor:
-        """Logits ``[answer tokens, vocab]``. The first row predicts the answer's first token."""
+        """Logits ``[answer tokens, vocab]``. The first row predicts the first answer token."""
         model, correction = self.model, self.correction
         first, *others = ready.context.blocks
         layouts = model.profile.layouts
@@ -169,7 +169,7 @@ class CorrectionLoss:
         return answer_loss(divergence(answer.predictions, logits))
 
     def seconds(self, prompt: BlockPrompt) -> float:
-        """Measure a forward and backward pass over a prompt whose blocks are stored."""
+        """Measure a forward and backward pass, in seconds, for a prompt with stored blocks."""
         self._source(prompt)
         started = time.monotonic()
         self(prompt).backward()
@@ -190,7 +190,7 @@ def correction_trainer(
     on_progress: Callable[[int, int], None],
     time_is_up: Callable[[], bool],
 ) -> LabTrainer:
-    """Create the trainer of a student. Its result is the state with the lowest held-out loss."""
+    """Create the trainer of a student, which keeps the state with the lowest held-out loss."""
     arguments = training_arguments(
         folder,
         batch_size=1,
@@ -214,7 +214,8 @@ def correction_trainer(
     )
     if arguments.n_gpu > 1:
         raise ValueError(
-            f"Found {arguments.n_gpu} GPUs, expected one: make one visible (CUDA_VISIBLE_DEVICES=0)"
+            f"Found {arguments.n_gpu} GPUs, expected one: make only one visible "
+            "(CUDA_VISIBLE_DEVICES=0)"
         )
     return LabTrainer(
         model=student,

@@ -1,6 +1,6 @@
-"""The teacher, which is the model in full mode, and the divergence of predictions from the teacher.
+"""Teacher: the model in full mode, and the divergence of predictions from the teacher's.
 
-Answers are computed once and stored in files, with the likeliest tokens at each answer token.
+Answers are generated once and stored in files, with the most likely tokens at each position.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from blockattn_rag.prompts.blocks import BlockPrompt
 
 
 class TopPredictions(NamedTuple):
-    """The ``k`` likeliest tokens at each position, and the mass of all others.
+    """The ``k`` most likely tokens at each position, and the probability mass of all others.
 
     Args:
-        tokens: int64 ``[n, k]``, likeliest first.
+        tokens: int64 ``[n, k]``, most likely first.
         log_probs: float32 ``[n, k + 1]``. The last column is for all other tokens together.
     """
 
@@ -41,17 +41,16 @@ class TopPredictions(NamedTuple):
 
 
 def top_predictions(logits: Tensor, k: int) -> TopPredictions:
-    """The ``k`` likeliest tokens for logits ``[n, vocab]``, at most ``vocab - 1``."""
+    """Return the ``k`` most likely tokens (at most ``vocab - 1``) for logits ``[n, vocab]``."""
     tokens = logits.topk(min(k, logits.shape[-1] - 1), dim=-1).indices
     return TopPredictions(tokens, log_probs_at(logits, tokens))
 
 
 def log_probs_at(logits: Tensor, tokens: Tensor) -> Tensor:
-    """Log-probabilities ``[n, k + 1]`` of ``tokens`` ``[n, k]``, and of all others together.
+    """Return log-probabilities ``[n, k + 1]`` of ``tokens`` ``[n, k]``, and of all others together.
 
-    The last column is computed as a sum over the other tokens. Computed as one minus the sum over
-    ``tokens``, it would be only rounding when these have nearly all the mass, and its gradient
-    would be unbounded.
+    The last column is a sum over the other tokens. One minus the sum over ``tokens`` would be
+    dominated by rounding errors if these have nearly all the mass, with an unbounded gradient.
     """
     logits = logits.float()
     others = logits.scatter(-1, tokens, -torch.inf).logsumexp(-1, keepdim=True)
@@ -61,10 +60,10 @@ def log_probs_at(logits: Tensor, tokens: Tensor) -> Tensor:
 
 
 def divergence(teacher: TopPredictions, logits: Tensor) -> Tensor:
-    """Kullback-Leibler divergence (teacher || student) in nats, ``[n]``.
+    """Compute the Kullback-Leibler divergence (teacher || student) in nats, ``[n]``.
 
-    All tokens outside the top k count as one token, so the result is a lower bound of the
-    divergence over the vocabulary.
+    Tokens outside the top k count as one token, so the result is a lower bound of the divergence
+    over the full vocabulary.
 
     Args:
         teacher: The teacher's predictions, on any device.
@@ -76,15 +75,15 @@ def divergence(teacher: TopPredictions, logits: Tensor) -> Tensor:
 
 
 def answer_loss(per_token: Tensor) -> Tensor:
-    """Mean of the divergences ``[n]`` of an answer's tokens, with the first token counted twice.
+    """Return the mean of an answer's divergences ``[n]``, with the first token counted twice.
 
-    The first token often decides what an answer says, and whether the model answers at all.
+    The first token often determines the content of an answer, and whether the model answers at all.
     """
     return (per_token.sum() + per_token[0]) / (len(per_token) + 1)
 
 
 class TeacherAnswer(NamedTuple):
-    """A greedy answer, int64 ``[n]``, and the model's predictions at each token."""
+    """Greedy answer, int64 ``[n]``, and the model's predictions at each token."""
 
     ids: Tensor
     predictions: TopPredictions
@@ -93,8 +92,8 @@ class TeacherAnswer(NamedTuple):
 class Teacher:
     """Answers prompts in full mode, and stores the answers in files.
 
-    The name of a file is a digest of everything that the answer depends on. Files are created only
-    when complete, so an interrupted run resumes with the existing answers.
+    A file's name is a digest of everything that the answer depends on. Files are written
+    atomically, so an interrupted run resumes with the existing answers.
     """
 
     def __init__(self, model: BlockModel, folder: Path, max_new_tokens: int, top_k: int) -> None:
@@ -108,7 +107,7 @@ class Teacher:
     def answer_all(
         self, prompts: Iterable[BlockPrompt], on_progress: Callable[[int, int], None]
     ) -> int:
-        """Compute the missing answers, and return their number."""
+        """Generate the missing answers, and return their number."""
         flat = (self._model.tokenizer.prompt_ids(prompt).flat for prompt in prompts)
         by_path = {self._path(ids): ids for ids in map(list, flat)}
         for ids in by_path.values():
@@ -133,7 +132,7 @@ class Teacher:
         return answer
 
     def seconds(self, prompt: BlockPrompt) -> float:
-        """Measure the seconds of an answer, which is computed even if its file exists."""
+        """Measure the seconds of an answer, which is generated even if its file exists."""
         ids = list(self._model.tokenizer.prompt_ids(prompt).flat)
         self._check_room(len(ids))
         started = time.monotonic()
@@ -150,8 +149,8 @@ class Teacher:
         most = self._model.max_context_tokens
         if tokens + self._max_new_tokens > most:
             raise ContextOverflowError(
-                f"A prompt of {tokens} tokens and an answer of {self._max_new_tokens} do not fit "
-                f"in the context window of {most} tokens; use fewer or shorter passages"
+                f"A prompt of {tokens} tokens with an answer of {self._max_new_tokens} tokens does "
+                f"not fit in the context window of {most} tokens; use fewer or shorter passages"
             )
 
     def _keep(self, path: Path, answer: TeacherAnswer) -> None:
@@ -176,7 +175,7 @@ class Teacher:
 
 
 def _read(path: Path) -> TeacherAnswer | None:
-    """Read the answer in a file. None: the file is missing or damaged."""
+    """Read an answer from a file, or return None if the file is missing or damaged."""
     try:
         tensors = load_file(path)
         predictions = TopPredictions(tensors["tokens"].long(), tensors["log_probs"])
@@ -186,7 +185,7 @@ def _read(path: Path) -> TeacherAnswer | None:
 
 
 def _batches(prompts: Sequence[list[int]], budget: int) -> Iterator[list[list[int]]]:
-    """Batch prompts of similar length, longest first, up to ``budget`` tokens including padding."""
+    """Batch prompts by length, longest first, with up to ``budget`` tokens including padding."""
     order = sorted(prompts, key=len, reverse=True)
     while order:
         rows = max(1, budget // len(order[0]))

@@ -1,1 +1,1 @@
-"""Block fine-tuning: data, masks, and training of models that answer in block and full mode."""
+"""Block fine-tuning: data, masks, and training of models for block and full mode."""

@@ -1,10 +1,10 @@
-"""Batches of encoded samples: padding, layout of tokens, block mask and loss.
+"""Batches of encoded samples: padding, token layout, block mask and loss.
 
 Token *i* may attend to token *j* if *j* does not come after *i*, and *i* is in the same block as
-*j* or in the final block (Block-Attention, arXiv 2409.15355, figure 1). In full mode, there is only
-one block, the final block. The tokens of a sink (:mod:`blockattn_rag.prompts.sinks`) come directly
-before each block, except the first and the final block, and only that block attends to them.
-``check.oracle.block_mask`` shows both cases.
+*j* or in the final block (Block-Attention, arXiv 2409.15355, figure 1). In full mode, the final
+block is the only block. The tokens of a sink (:mod:`blockattn_rag.prompts.sinks`) directly precede
+each block except the first and the final one, and only that block attends to them.
+``check.oracle.block_mask`` illustrates both cases.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from blockattn_rag.kv.context import Positions
 from blockattn_rag.lab.training.data import IGNORED
 
 FINAL = 0
-"""Block number of a final block, and of padding after it."""
+"""Block number of the final block and of padding after it."""
 
 
 class TokenLayout(NamedTuple):
@@ -34,10 +34,10 @@ class TokenLayout(NamedTuple):
     Args:
         block: 1, 2, ... for context blocks; 0 for the final block; -2, -3, ... for the sink of
             block 2, 3, ....
-        place: 0, 1, 2, ... in the sample. A sink does not shift places: it shares the places
+        place: 0, 1, 2, ... in the sample. A sink does not shift places: it occupies the places
             directly before its block, which are negative if it is longer than the preceding text.
-            Sliding windows count places.
-        position_ids: Positions that the model encodes.
+            Sliding windows are measured in places.
+        position_ids: Position ids that are passed to the model.
     """
 
     block: Tensor
@@ -46,14 +46,15 @@ class TokenLayout(NamedTuple):
 
 
 def layout_mask(layout: TokenLayout, *, window: int | None = None) -> Tensor:
-    """The mask as a bool tensor ``[batch, 1, tokens, tokens]``, True where attention is allowed.
+    """Create a bool mask ``[batch, 1, tokens, tokens]``, True where attention is allowed.
 
     Args:
-        window: Sliding window of the layer, in places, including the token itself. Default: none.
+        window: Sliding window of the layer, in places, including the token itself. Default: no
+            window.
     """
     block, place = layout.block[:, None], layout.place[:, None]
     query, key = block[..., :, None], block[..., None, :]
-    same_block = query.abs() == key.abs()  # A sink has the negative number of its block.
+    same_block = query.abs() == key.abs()  # A sink's number is the negative of its block's.
     by_final = (query == FINAL) & (key >= 0)
     allowed = torch.tril(same_block | by_final)
     if window is None:
@@ -62,19 +63,18 @@ def layout_mask(layout: TokenLayout, *, window: int | None = None) -> Tensor:
 
 
 class ModelMasks:
-    """Builds the ``attention_mask`` with which a transformers model applies the block mask.
+    """Builds the ``attention_mask`` that makes a transformers model use the block mask.
 
-    Windows are applied here, because a model passes a four-dimensional mask unchanged to all its
-    layers, even to layers with a sliding window. A model with several layer types accepts one mask
-    per type.
+    Windows are applied here, because models pass a four-dimensional mask unchanged to all layers,
+    even to sliding-window layers. A model with several layer types accepts one mask per type.
 
     Args:
-        implementation: The model's attention: ``"eager"`` or ``"sdpa"``.
+        implementation: The model's attention implementation: ``"eager"`` or ``"sdpa"``.
     """
 
     def __init__(self, config: Any, implementation: str) -> None:
         self._is_eager = implementation == "eager"
-        # Models that also accept images have a separate text config.
+        # Multimodal models have a separate text config.
         config = config.get_text_config(decoder=True)
         window = getattr(config, "sliding_window", None)
         default = "sliding_attention" if window else "full_attention"
@@ -82,17 +82,17 @@ class ModelMasks:
         known = {"full_attention": None, "sliding_attention": window}
         if unknown := set(kinds) - known.keys():
             raise UnsupportedModelError(
-                f"Found layers of type {', '.join(sorted(unknown))}; only full and sliding-window "
-                "attention can be trained with a block mask"
+                f"Unsupported layers of type {', '.join(sorted(unknown))}: only full and "
+                "sliding-window attention can be trained with a block mask"
             )
         if getattr(config, "use_bidirectional_attention", False):
             raise UnsupportedModelError(
-                "Found a model with bidirectional attention; expected causal attention"
+                "The model has bidirectional attention, expected causal attention"
             )
         self._windows = {kind: known[kind] for kind in kinds}
 
     def __call__(self, layout: TokenLayout, dtype: torch.dtype) -> Any:
-        """The mask, or a dict of masks by layer type if the model has several types."""
+        """Return the mask, or a dict of masks by layer type if the model has several types."""
         masks = {
             kind: self._as_taken(layout_mask(layout, window=window), dtype)
             for kind, window in self._windows.items()
@@ -100,7 +100,7 @@ class ModelMasks:
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
     def _as_taken(self, mask: Tensor, dtype: torch.dtype) -> Tensor:
-        """The mask in the form of eager attention: 0 where visible, else the dtype's minimum."""
+        """Convert a mask to eager attention's format: 0 where visible, else the dtype's minimum."""
         if not self._is_eager:
             return mask
         lowest = torch.finfo(dtype).min
@@ -108,22 +108,22 @@ class ModelMasks:
 
 
 Item = Mapping[str, list[int]]
-"""A sample in one mode: ``input_ids``, ``labels``, and the fields of a ``TokenLayout``."""
+"""Sample in one mode: ``input_ids``, ``labels``, and the fields of a ``TokenLayout``."""
 
 
 @dataclass(frozen=True, eq=False)
 class ModeDataset(Dataset[Item]):
-    """Every sample once in each mode.
+    """Dataset with each sample once per mode.
 
     Args:
         samples: A ``datasets.Dataset`` with the columns of ``EncodedSample``.
-        modes: ``("block", "full")`` as in the papers. In full mode, a sample has one block, the
-            final block.
-        positions: ``"reordered"``: every block has the positions of its place in the prompt.
-            ``"composite"`` (TurboRAG's name for this ablation): every context block starts at
+        modes: ``("block", "full")`` as in the papers. In full mode, the final block is a sample's
+            only block.
+        positions: ``"reordered"``: blocks have the positions of their places in the prompt.
+            ``"composite"`` (TurboRAG's name for this ablation): each context block starts at
             position 0, and the final block starts after the total length of the context.
-        sink: Token ids before each block in block mode, except before the first and the final
-            block; see :mod:`blockattn_rag.prompts.sinks`.
+        sink: Token ids before each block in block mode, except the first and the final one; see
+            :mod:`blockattn_rag.prompts.sinks`.
     """
 
     samples: Any
@@ -161,7 +161,7 @@ class ModeDataset(Dataset[Item]):
         return item
 
     def token_counts(self) -> list[int]:
-        """Number of tokens of each item, including sinks, computed without making the items."""
+        """Return the number of tokens of each item, including sinks, without creating the items."""
         counts = []
         for blocks in self.samples["block_lengths"]:
             own = sum(blocks)
@@ -172,9 +172,9 @@ class ModeDataset(Dataset[Item]):
 
 @dataclass(frozen=True, slots=True)
 class Collator:
-    """Makes a batch of tensors ``[samples, tokens]`` from the fields of items.
+    """Collates items into a batch of tensors ``[samples, tokens]``.
 
-    Padding is at the end, so with causal attention no real token attends to it.
+    Padding is at the end, so with causal attention, no real token attends to it.
     """
 
     pad_token_id: int
@@ -194,17 +194,17 @@ class Collator:
 def batch_loss(
     masks: ModelMasks, dtype: torch.dtype, model: Any, batch: Mapping[str, Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """The loss of a batch for ``LabTrainer``: sum over the answers' tokens, and their number."""
+    """Compute a batch's loss for ``LabTrainer``: sum over answer tokens, and their number."""
     layout = TokenLayout(*(batch[name] for name in TokenLayout._fields))
     total = summed_cross_entropy(model, batch, masks(layout, dtype))
     return total, (batch["labels"] != IGNORED).sum()
 
 
 def summed_cross_entropy(model: Any, batch: Mapping[str, Tensor], mask: Any) -> Tensor:
-    """Sum of the cross-entropy of a batch's labels, each predicted from the preceding tokens.
+    """Return the summed cross-entropy of a batch's labels, predicted from the preceding tokens.
 
-    Logits are computed only at positions where a row has a label. With long contexts and large
-    vocabularies, the logits of all positions would be the largest tensor of the step.
+    Logits are computed only at positions with a label. With long contexts and large vocabularies,
+    the logits of all positions would be the largest tensor in the step.
     """
     labels = batch["labels"][:, 1:]
     columns = (labels != IGNORED).any(dim=0).nonzero().flatten()

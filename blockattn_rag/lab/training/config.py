@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 LearningRateSchedule = Literal["linear", "cosine", "constant"]
 
-# A resumed run may change these settings, because they do not affect the result. Data files are
-# compared by content.
+# These settings may change when a run is resumed, because they do not affect the result. Data files
+# are compared by content.
 _INCIDENTAL = ("output", "train_data", "eval_data", "progress", "save_steps", "eval_steps")
 
 
-# Lower bounds of numeric settings: inclusive in _LEAST, exclusive in _ABOVE.
+# Lower bounds of numeric settings, inclusive in _LEAST and exclusive in _ABOVE.
 _LEAST = {
     **dict.fromkeys(("warmup_steps", "adam_beta2", "seed", "eval_steps"), 0),
     **dict.fromkeys(("blocks_per_turn", "max_steps", "batch_size"), 1),
@@ -33,15 +33,15 @@ _ABOVE = {"epochs": 0, "learning_rate": 0}
 
 @dataclass(frozen=True, slots=True)
 class FinetuneConfig:
-    """One block fine-tuning run (Block-Attention, arXiv 2409.15355, section 2.4).
+    """Settings of a block fine-tuning run (Block-Attention, arXiv 2409.15355, section 2.4).
 
     Args:
         model: Path or hub id of the model to tune, or ``"bundled"``.
-        output: Folder of the result. It must not exist, and is created when the run is complete.
-            Until then, checkpoints are in ``<output>.work``, where an interrupted run with the same
-            settings resumes.
+        output: Folder for the result. It must not exist, and is created when the run is complete.
+            Until then, checkpoints are in ``<output>.work``, from which an interrupted run with the
+            same settings resumes.
         train_data, eval_data: JSON-lines files; see :mod:`blockattn_rag.lab.training.data`.
-        modes: ``("block", "full")`` trains every sample in both modes, as the paper does;
+        modes: ``("block", "full")`` trains each sample in both modes, as in the paper;
             ``("full",)`` is the baseline.
         positions: ``"composite"`` trains without position re-encoding (ablation).
         sink: Prefix tokens that context blocks are encoded with in block mode; see
@@ -49,14 +49,14 @@ class FinetuneConfig:
         prompt_format: Format of records with passages: a name in ``prompts.FORMATS``, or ``"auto"``
             for the format of a known checkpoint and ``"chat"`` for other models.
         blocks_per_turn: Maximum number of blocks that a turn of ``messages`` is split into. With 1,
-            single-turn records have no context and are the same in both modes.
+            single-turn records have no context and are identical in both modes.
         epochs, max_steps: Length of the run. ``max_steps`` overrides ``epochs``.
-        batch_size: Samples in one mode per optimizer step, over all devices.
-        per_device_batch_size: Samples per forward pass on one device.
+        batch_size: Training items (samples in one mode) per optimizer step, over all devices.
+        per_device_batch_size: Training items per forward pass on a device.
         lora: Whether to train low-rank adapters instead of all weights (needs peft).
-        lora_rank: Rank of the adapters. They are scaled by 2, whatever the rank.
+        lora_rank: Rank of the adapters. The scale is always 2.
         bf16: Whether to compute in bfloat16 with autocast. The weights are float32.
-        eval_steps: Steps between evaluations. 0: only at the start and the end.
+        eval_steps: Steps between evaluations. 0: only at the start and end.
     """
 
     model: str
@@ -87,30 +87,29 @@ class FinetuneConfig:
 
     def __post_init__(self) -> None:
         if not self.train_data or isinstance(self.train_data, (str, Path)):
-            raise ValueError(f"Found train_data {self.train_data!r}, expected a list of files")
+            raise ValueError(f"Invalid train_data {self.train_data!r}: expected a list of files")
         distinct = set(self.modes)
         if not distinct or len(distinct) < len(self.modes) or not distinct <= set(get_args(Mode)):
             raise ValueError(
-                f"Found modes {self.modes!r}, expected distinct values from {get_args(Mode)}"
+                f"Invalid modes {self.modes!r}: expected distinct values from {get_args(Mode)}"
             )
         for name, choices in _choices().items():
             if (value := getattr(self, name)) not in choices:
-                raise ValueError(f"Found {name} {value!r}, expected one of {choices}")
+                raise ValueError(f"Unknown {name} {value!r}: expected one of {choices}")
         self._check_bounds()
-        if self.adam_beta2 >= 1 or self.seed >= 2**32:  # This is the limit of numpy's seeds.
+        if self.adam_beta2 >= 1 or self.seed >= 2**32:  # Limit of numpy's seeds.
             raise ValueError(
-                f"Found adam_beta2 {self.adam_beta2} and seed {self.seed}, expected adam_beta2 "
+                f"Invalid adam_beta2 {self.adam_beta2} or seed {self.seed}: expected adam_beta2 "
                 "below 1 and seed below 4294967296"
             )
         if check_sink(self.sink) != NO_SINK and "block" not in self.modes:
             raise ValueError(
-                f"Found sink {self.sink!r}, which needs block mode: add 'block' to modes, or "
-                "leave out sink"
+                f"The sink {self.sink!r} requires block mode: add 'block' to modes, or remove sink"
             )
         chosen = format_for(self.prompt_format, self.model).name
-        object.__setattr__(self, "prompt_format", chosen)  # Recorded for resuming.
+        object.__setattr__(self, "prompt_format", chosen)  # Saved for resuming.
         if not Path(self.output).name.strip("."):
-            raise ValueError(f"Found output {str(self.output)!r}, expected the name of a folder")
+            raise ValueError(f"Invalid output {str(self.output)!r}: expected the name of a folder")
 
     def _check_bounds(self) -> None:
         for name in (*_LEAST, *_ABOVE):
@@ -120,11 +119,11 @@ class FinetuneConfig:
             fits = value >= _LEAST[name] if name in _LEAST else value > _ABOVE[name]
             if not (math.isfinite(value) and fits):
                 bound = f"{_LEAST[name]} or more" if name in _LEAST else f"above {_ABOVE[name]}"
-                raise ValueError(f"Found {name} {value}, expected {bound}")
+                raise ValueError(f"Invalid {name} {value}: expected {bound}")
 
     @property
     def marker(self) -> dict[str, object]:
-        """Entry in the model's config that marks the model as block-fine-tuned."""
+        """Config entry that marks the model as block-fine-tuned."""
         how = {"positions": self.positions, "sink": self.sink}
         return {"version": 1, "modes": list(self.modes), **how}
 
@@ -133,8 +132,8 @@ class FinetuneConfig:
 
 
 def _choices() -> dict[str, tuple[str, ...]]:
-    """The allowed values of each setting with a ``Literal`` type."""
-    from blockattn_rag.kv.context import Positions  # Imported here, because it loads torch.
+    """Return the allowed values of each setting with a ``Literal`` type."""
+    from blockattn_rag.kv.context import Positions  # Imported lazily, because it loads torch.
 
     hints = get_type_hints(FinetuneConfig, localns={"Positions": Positions})
     return {name: get_args(hint) for name, hint in hints.items() if get_origin(hint) is Literal}

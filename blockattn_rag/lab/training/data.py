@@ -1,6 +1,6 @@
-"""Training data: JSON lines of three kinds, encoded to token ids block by block.
+"""Training data: JSON Lines records of three kinds, encoded block by block.
 
-Files have one JSON object per line, and may mix the kinds::
+Files have one JSON object per line, and may mix these kinds::
 
     {"messages": [{"role": "user", "content": …}, …, {"role": "assistant", "content": …}]}
     {"blocks": [TEXT | {"text", "before", "after", "control"}, …], "prompt": …, "response": …}
@@ -8,16 +8,16 @@ Files have one JSON object per line, and may mix the kinds::
     {"question": …, "passages": [{"title": …, "text": …}, …], "answer": …}
     {"passages": […], "turns": [{"question": …, "answer": …}, …]}
 
-*Messages*: each turn is a block. The last two messages (a question and the assistant's answer) are
-the final block.
-*Blocks* are used literally, without a chat template. ``before`` and ``after`` are the template of
-the block. ``control`` is whether control tokens in ``text`` are parsed (see ``blocks.Block``).
-*Passages* are formatted by a prompt format of :mod:`blockattn_rag.prompts`. With *turns*, the final
-block contains everything from the first question on, and every answer is learned.
+*Messages*: each turn is a block. The last two messages (a question and the assistant's answer) form
+the final block. *Blocks* are used literally, without a chat template. ``before`` and ``after`` are
+template text around the block. ``control`` is whether to parse control tokens in ``text`` (see
+``blocks.Block``). *Passages* are formatted with a prompt format from :mod:`blockattn_rag.prompts`.
+With *turns*, the final block contains everything from the first question on, and all answers are
+trained on.
 
 Token ids come from the engine's ``BlockTokenizer``. A response is tokenized separately, because at
 inference, generation starts after the text of the final block. The token that ends an answer (end
-of turn, or EOS) is learned too.
+of turn, or EOS) is also trained on.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ from blockattn_rag.prompts.segmentation import conversation
 from blockattn_rag.prompts.tokenization import BlockTokenizer
 
 IGNORED = -100
-"""Label of a token that is not learned."""
+"""Label of tokens without a training loss."""
 
 
 class TrainingSample(NamedTuple):
-    """A prompt, its answer, and the further pairs (text, answer) in the final block."""
+    """Prompt, answer, and further (text, answer) pairs in the final block."""
 
     prompt: BlockPrompt
     answer: str
@@ -62,8 +62,9 @@ class EncodedSample:
 
     Args:
         input_ids: All tokens, in order.
-        labels: ``input_ids`` of the tokens to learn, ``-100`` for all others. Not shifted.
-        block_lengths: Number of tokens in each block. The last is the final block with its answers.
+        labels: ``input_ids`` of the tokens to train on, ``-100`` for all others. Not shifted.
+        block_lengths: Number of tokens in each block. The last one is the final block with its
+            answers.
     """
 
     input_ids: list[int]
@@ -73,7 +74,7 @@ class EncodedSample:
 
 @dataclass(slots=True)
 class DataReport:
-    """Counts of the data that was read."""
+    """Counts of samples and tokens that were read."""
 
     samples: int = 0
     with_context: int = 0
@@ -81,13 +82,13 @@ class DataReport:
 
 
 class SampleEncoder:
-    """Encodes records for one tokenizer and one prompt format.
+    """Encodes records with a tokenizer and a prompt format.
 
     Args:
-        prompt: Prompt format of records with passages, or its name.
+        prompt: Prompt format for records with passages, or its name.
         blocks_per_turn: Maximum number of blocks that a turn of ``messages`` is split into; see
             :func:`~blockattn_rag.prompts.segmentation.conversation`.
-        max_tokens: Maximum length of a sample. None: no limit.
+        max_tokens: Maximum length of a sample in tokens. Default: no limit.
     """
 
     def __init__(
@@ -107,13 +108,13 @@ class SampleEncoder:
         self._end = self.tokenizer.final_ids(self._end_text, first=False)
 
     def encode_record(self, record: object) -> EncodedSample:
-        """Encode a record of training data, of any kind, to token ids and labels."""
+        """Encode a training record of any kind to token ids and labels."""
         try:
             sample = self.parse(record)
         except SegmentationError as error:
             raise DataError(str(error)) from error
         except TemplateError as error:
-            raise DataError(f"The chat template refuses this conversation: {error}") from error
+            raise DataError(f"The chat template rejects this conversation: {error}") from error
         encoded = self.encode(sample)
         count = len(encoded.input_ids)
         if self.max_tokens is not None and count > self.max_tokens:
@@ -136,7 +137,7 @@ class SampleEncoder:
         )
 
     def encode(self, sample: TrainingSample) -> EncodedSample:
-        """Encode a sample block by block, as the engine does. Answers are in the final block."""
+        """Encode a sample block by block, as the engine does. Answers belong to the final block."""
         context, final = self.tokenizer.prompt_ids(sample.prompt)
         labels = [IGNORED] * len(final)
         for text, answer in [("", sample.answer), *sample.further]:
@@ -155,11 +156,12 @@ class SampleEncoder:
         messages = []
         for message, where in _objects(fields, "messages"):
             if message.get("tool_calls"):
-                raise DataError(f"Found '{where}tool_calls', which cannot be learned; write the "
-                                "call into 'content'")  # fmt: skip
+                raise DataError(
+                    f"'{where}tool_calls' is not supported; put the call into 'content'"
+                )
             messages.append({k: required_text(message, k, where) for k in ("role", "content")})
         if len(messages) < 2 or messages[-1]["role"] != "assistant":
-            raise DataError("Found no response: the last of two or more messages must have "
+            raise DataError("Missing response: the last of two or more messages must have "
                             "the role 'assistant'")  # fmt: skip
         if messages[-2]["role"] == "assistant":
             raise DataError("The last two messages both have the role 'assistant'; join them, or "
@@ -177,14 +179,14 @@ class SampleEncoder:
 
     def _follow_up(self, question: str) -> tuple[Span, ...]:
         first, *rest = formats.follow_up(question, self.hf_tokenizer)
-        # The learned tokens of the previous answer already include its end token.
+        # The previous answer's labels already include its end token.
         return (Span(first.text.removeprefix(self._end_text), first.origin), *rest)
 
 
 def read_training_samples(
     files: Iterable[str | Path], encoder: SampleEncoder, report: DataReport | None = None
 ) -> Iterator[EncodedSample]:
-    """Stream the samples of JSON-lines files, plain or gzip, without blank lines."""
+    """Stream the samples of plain or gzip JSON Lines files, skipping blank lines."""
     report = DataReport() if report is None else report
     for path in map(Path, files):
         encoded = parsed_lines(path, lambda line, _: encoder.encode_record(line), may_be_empty=True)
@@ -219,7 +221,7 @@ def _block(item: object, where: str) -> Block:
 
 
 def _turns(fields: JsonRecord, asked: str, answered: str) -> list[tuple[str, str]]:
-    """Questions and answers in the ``turns`` of a record, or in the record itself."""
+    """Return the questions and answers in a record's ``turns``, or in the record itself."""
     if "turns" not in fields:
         return [(required_text(fields, asked), required_text(fields, answered))]
     turns = _objects(fields, "turns")
@@ -230,6 +232,6 @@ def _turns(fields: JsonRecord, asked: str, answered: str) -> list[tuple[str, str
 
 
 def _objects(fields: JsonRecord, key: str) -> Iterator[tuple[JsonRecord, str]]:
-    """Yield the objects of a list, each with its path for messages, such as ``turns[0].``."""
+    """Yield the objects of a list, each with its path for error messages, such as ``turns[0].``."""
     for i, item in enumerate(list_of(fields, key)):
         yield of_kind(item, dict, f"{key}[{i}]"), f"{key}[{i}]."

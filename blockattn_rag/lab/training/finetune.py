@@ -1,8 +1,8 @@
-"""Block fine-tuning of a model on JSON lines: one call, one result folder.
+"""Block fine-tuning of a model on JSON Lines data.
 
-The result is an ordinary transformers model (or peft adapter) that answers in block and full mode.
-On several GPUs, start the same script with ``accelerate launch``. FSDP and DeepSpeed are configured
-in accelerate.
+The result is an ordinary transformers model (or peft adapter) that supports block and full mode. On
+several GPUs, start the script with ``accelerate launch``. Configure FSDP and DeepSpeed in
+accelerate.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _LORA_SCALE = 2  # The usual choice.
 LOGGING_STEPS = 10
 _LOG = "training_log.json"
 
-# Settings that have the same names in TrainingArguments.
+# Settings with the same names in TrainingArguments.
 _SAME_NAMES = ("learning_rate", "warmup_steps", "adam_beta2", "bf16", "save_steps", "seed")
 
 
@@ -63,17 +63,17 @@ def finetune(config: FinetuneConfig) -> FinetuneReport:
     """Fine-tune a model according to ``config``, and write it to ``config.output``.
 
     Raises:
-        FileExistsError: ``output`` exists. If it appeared during the run, the work folder keeps
-            the result.
-        DataError: A line is invalid (the message gives file and line), no sample has a context but
-            block mode is to be trained, or the interrupted run had other settings.
-        DivergedError: A loss or weights are not finite.
-        UnsupportedModelError: Block mode is not exact for the model.
-        ValueError: Settings exclude each other.
+        FileExistsError: ``output`` exists. If it was created during the run, the result stays in
+            the work folder.
+        DataError: A line is invalid (the message contains file and line), ``modes`` includes block
+            mode but no sample has a context, or the interrupted run had other settings.
+        DivergedError: A loss or the weights became NaN or infinite.
+        UnsupportedModelError: Block mode does not support the model exactly.
+        ValueError: Settings are incompatible.
     """
     arguments = _arguments(config)
     settings, process = check_folders(config), PartialState()
-    process.wait_for_everyone()  # All processes check before one of them writes.
+    process.wait_for_everyone()  # All processes must check before any of them writes.
     folder = work.work_of(config.output)
 
     def has_checkpoint() -> bool:
@@ -88,7 +88,7 @@ def finetune(config: FinetuneConfig) -> FinetuneReport:
 
 
 def check_folders(config: FinetuneConfig) -> dict[str, Any]:
-    """Check that output and work folder may be written, before anything is computed.
+    """Check that output and work folder can be written, before any computation.
 
     Returns:
         The settings that affect the result, with the digests of the data files.
@@ -106,7 +106,7 @@ def check_folders(config: FinetuneConfig) -> dict[str, Any]:
 
 def _check_output(output: Path) -> None:
     if os.path.lexists(output):
-        raise FileExistsError(f"{output} exists; delete it, or choose another output")
+        raise FileExistsError(f"{output} already exists; delete it, or choose another output")
 
 
 def _digest(path: str | Path) -> str:
@@ -116,7 +116,7 @@ def _digest(path: str | Path) -> str:
 
 
 def _arguments(config: FinetuneConfig) -> TrainingArguments:
-    """Settings of the Trainer. Gradients are accumulated over ``batch_size`` samples."""
+    """Create the Trainer's arguments. Gradients are accumulated over ``batch_size`` items."""
     arguments = training_arguments(
         work.work_of(config.output) / work.CHECKPOINTS,
         batch_size=config.per_device_batch_size,
@@ -135,7 +135,7 @@ def _arguments(config: FinetuneConfig) -> TrainingArguments:
     shared = config.per_device_batch_size * arguments.world_size
     if config.batch_size % shared:
         raise ValueError(
-            f"Found batch_size {config.batch_size}, expected a multiple of {shared} (per-device "
+            f"Invalid batch_size {config.batch_size}: expected a multiple of {shared} (per-device "
             "batch size x number of devices)"
         )
     arguments.gradient_accumulation_steps = config.batch_size // shared
@@ -191,27 +191,27 @@ def _load_model(config: FinetuneConfig) -> Any:
     """Load the model to train, check its attention, and mark its config as block-fine-tuned."""
     name = resolve_name(config.model)
     if Path(name).is_dir():
-        name = str(Path(name).resolve())  # Adapters refer to their base by this path.
+        name = str(Path(name).resolve())  # Adapters refer to their base model by this path.
     if is_adapter(name):
         raise ValueError(
-            f"{name} is a LoRA adapter; merge it into its base before further training"
+            f"{name} is a LoRA adapter; merge it into its base model before training it further"
         )
     model: Any = load_model(name, device="cpu", dtype=torch.float32)
     if profile_attention(model).has_states and "block" in config.modes:
         raise UnsupportedModelError(
-            f"{name} is a hybrid model, whose state layers do not use a block mask: train it with "
-            "modes=('full',), or a model with attention layers alone"
+            f"{name} is a hybrid model, whose recurrent layers do not support a block mask: train "
+            "it with modes=('full',), or use a model with only attention layers"
         )
-    # With a mask and gradients, eager attention is faster than SDPA on CPUs.
+    # With masks and gradients, eager attention is faster than SDPA on CPUs.
     model.set_attn_implementation("sdpa" if torch.cuda.is_available() else "eager")
     if config.gradient_checkpointing:
-        # Transformers 6 renames the method.
+        # Renamed in transformers 6.
         renamed = getattr(model, "activation_checkpointing_enable", None)
         (renamed or model.gradient_checkpointing_enable)({"use_reentrant": False})
     if "block" in config.modes:
         model.config.block_attention = config.marker
     elif hasattr(model.config, "block_attention"):
-        del model.config.block_attention  # Training only in full mode may undo the block tuning.
+        del model.config.block_attention  # Training only in full mode may undo block fine-tuning.
     return _with_adapters(model, config) if config.lora else model
 
 
@@ -233,7 +233,7 @@ def _with_adapters(model: Any, config: FinetuneConfig) -> Any:
 def _encoded(
     files: Sequence[str | Path], path: Path, encoder: SampleEncoder
 ) -> tuple[Any, DataReport]:
-    """Encode files as a memory-mapped ``datasets.Dataset``. One process writes it."""
+    """Encode files as a memory-mapped ``datasets.Dataset``, which is written by one process."""
     report, listing = DataReport(), path.with_suffix(".json")
     if not files:
         return [], report
@@ -251,13 +251,14 @@ def _encoded(
 def _check_context(report: DataReport) -> None:
     if not report.with_context:
         raise DataError(
-            "No sample has a context: each is a question and its answer in one block, which is the "
-            "same in block and full mode. Add passages or blocks; or split turns of messages "
-            "(blocks_per_turn, --blocks-per-turn); or train full mode only (modes=('full',))"
+            "No sample has a context: each consists of a question and its answer in a single "
+            "block, which is identical in block and full mode. Add passages or blocks; or split "
+            "turns of messages (blocks_per_turn, --blocks-per-turn); or train only full mode "
+            "(modes=('full',))"
         )
     if report.with_context < report.samples / 2:
         logger.warning(
-            "Only %d of %d samples have a context: the others are the same in block and full mode",
+            "Only %d of %d samples have a context: the others are identical in block and full mode",
             report.with_context,
             report.samples,
         )
@@ -285,7 +286,7 @@ def publish(
     trainer.accelerator.wait_for_everyone()
     if not trainer.is_world_process_zero():
         return
-    # This file is a pickle. Readers of the model do not need it.
+    # This file is a pickle, and not needed to load the model.
     (staging / "training_args.bin").unlink(missing_ok=True)
     tokenizer.save_pretrained(staging)
     if config.lora:
@@ -293,7 +294,7 @@ def publish(
     write_json(staging / _LOG, report.history)
     write_plot(report.history, staging / "training_curves.png")
     write_card(config, report, staging / "README.md")
-    # The safetensors library writes weights that only their owner can read. The log has the default
+    # The safetensors library makes weights readable only by their owner. The log has the default
     # mode.
     mode = stat.S_IMODE((staging / _LOG).stat().st_mode)
     for path in staging.rglob("*"):
@@ -305,9 +306,10 @@ def publish(
 
 
 def _base_of_adapter(model: str) -> dict[str, str]:
-    """Name of an adapter's base, if peft would record a path that is valid only on this machine.
+    """Return an adapter's base name, if peft would record a path that is valid only on this
+    machine.
 
-    Such a path is the folder of a model in a package, or the cache of a GGUF file."""
+    Such paths are the folder of a model in a package, and the cache of a GGUF file."""
     path = Path(model).expanduser()
     if model in (BUNDLED, SMOLLM2):
         return {"base_model": model}

@@ -1,4 +1,4 @@
-"""The report of a fine-tuning run, with the model card and the plot of its result."""
+"""Report of a fine-tuning run, with the model card and a plot of the losses."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from blockattn_rag import BlockAttentionEngine
 engine = BlockAttentionEngine.from_pretrained("{title}")
 ```
 
-It is also an ordinary {kind} of transformers.
+It is also an ordinary transformers {kind}.
 
 ## Training
 
@@ -46,7 +46,7 @@ It is also an ordinary {kind} of transformers.
 
 @dataclass(frozen=True, slots=True)
 class FinetuneReport:
-    """Losses, counts and settings of a finished fine-tuning run."""
+    """Losses, counts and settings of a completed fine-tuning run."""
 
     output: Path
     steps: int
@@ -57,7 +57,7 @@ class FinetuneReport:
 
     @property
     def eval_losses(self) -> dict[str, tuple[float, float]]:
-        """Loss on the answers of the evaluation data, before and after training, by mode.
+        """Loss on the evaluation data's answers before and after training, by mode.
 
         Empty if there is no evaluation data.
         """
@@ -102,7 +102,7 @@ def write_card(config: FinetuneConfig, report: FinetuneReport, path: Path) -> No
 
 
 def write_plot(history: Sequence[Mapping[str, float]], path: Path) -> None:
-    """Plot losses over steps. Does nothing if matplotlib is not installed."""
+    """Plot losses by step. Does nothing if matplotlib is not installed."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -113,7 +113,7 @@ def write_plot(history: Sequence[Mapping[str, float]], path: Path) -> None:
 
 
 def draw_losses(axes: Any, history: Sequence[Mapping[str, float]]) -> None:
-    """Draw the training loss and each evaluation loss over steps."""
+    """Draw the training loss and all evaluation losses by step."""
     for key in sorted({k for entry in history for k in entry} - {"step"}):
         points = [(entry["step"], entry[key]) for entry in history if key in entry]
         label = "training" if key == "loss" else key.removeprefix("eval_").replace("_", " ")

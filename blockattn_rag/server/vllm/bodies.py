@@ -1,4 +1,4 @@
-"""Parsed bodies of OpenAI clients: chats and completions, with their passages.
+"""Parsing of OpenAI request bodies: chats and completions, with their passages.
 
 Clients send passages as ``documents``, as content parts of messages, or between markers.
 
@@ -26,13 +26,13 @@ from blockattn_rag.server.protocol import FIELD, MOST_BLOCKS
 from blockattn_rag.server.validation import STRICT, as_object, parse, shown
 
 _MOST_NESTED = 100
-"""Deeper bodies could exceed Python's recursion limit while they are rendered."""
+"""Maximum nesting depth. Rendering deeper bodies could exceed Python's recursion limit."""
 
 _MOST_BITS = 63
-"""Larger integers fail in vLLM's engine."""
+"""Maximum size of integers. Larger integers make vLLM's engine fail."""
 
 _MOST_MESSAGES = 4096
-"""Maximum number of messages and content parts, each of which takes time to read and render."""
+"""Maximum number of messages and content parts, which limits the time to parse and render them."""
 
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _KEPT_FIELDS = ("name", "tool_call_id", "reasoning_content")
@@ -40,7 +40,7 @@ _KEPT_FIELDS = ("name", "tool_call_id", "reasoning_content")
 
 @dataclass(config=STRICT, frozen=True, slots=True)
 class Document:
-    """A passage in the ``documents`` of a body."""
+    """Passage in the ``documents`` field of a body."""
 
     text: str
     title: str = ""
@@ -59,12 +59,12 @@ class Document:
 
 @dataclass(config=STRICT, frozen=True, slots=True)
 class ChatOptions:
-    """The field ``blockattn`` of a body.
+    """Field ``blockattn`` of a body.
 
     Args:
-        mode: ``"full"`` computes the same prompt without blocks, for comparison.
-        parts: ``"passages"``: in each message with several content parts, all parts except the last
-            are passages. ``"text"``: content parts are joined by newlines.
+        mode: ``"full"`` prefills the same prompt without blocks, for comparison.
+        parts: ``"passages"``: in messages with several content parts, all parts but the last are
+            passages. ``"text"``: content parts are joined by newlines.
     """
 
     mode: Literal["block", "full"] = "block"
@@ -78,9 +78,10 @@ class ChatBody(NamedTuple):
     """Parsed body of a chat.
 
     Args:
-        messages: Messages in the form for chat templates, with the documents. Contents are spans.
-        not_text: First content part that is not text. None if all parts are text.
-        fields: The other fields, and the messages as they were sent, for vLLM.
+        messages: Messages for the chat template, including the documents. Contents are spans.
+        not_text: Description of the first content part that is not text. None if all parts are
+            text.
+        fields: All other fields and the original messages, for vLLM.
     """
 
     messages: Sequence[Mapping[str, Any]]
@@ -107,12 +108,12 @@ class ChatBody(NamedTuple):
 
     @property
     def passages(self) -> list[str]:
-        """Texts of the passages in documents and messages, without altered passages."""
+        """Return the texts of the passages in documents and messages, without altered passages."""
         return _intact_passages(self.spans)
 
     @property
     def has_passages(self) -> bool:
-        """Whether the chat contains passages, intact or altered."""
+        """Whether the chat contains any passages, intact or altered."""
         return _has_passages(self.spans)
 
 
@@ -120,9 +121,9 @@ class CompletionBody(NamedTuple):
     """Parsed body of a completion.
 
     Args:
-        spans: The documents, and the prompt, which may contain markers. Control tokens in it are
-            not parsed.
-        fields: The other fields, and the prompt as it was sent, for vLLM.
+        spans: Documents and prompt. The prompt may contain markers, but its control tokens are not
+            parsed.
+        fields: All other fields and the original prompt, for vLLM.
     """
 
     spans: Spans
@@ -140,12 +141,12 @@ class CompletionBody(NamedTuple):
 
     @property
     def passages(self) -> list[str]:
-        """Texts of the passages in documents and prompt, without altered passages."""
+        """Return the texts of the passages in documents and prompt, without altered passages."""
         return _intact_passages(self.spans)
 
     @property
     def has_passages(self) -> bool:
-        """Whether the body contains passages, intact or altered."""
+        """Whether the body contains any passages, intact or altered."""
         return _has_passages(self.spans)
 
 
@@ -161,7 +162,7 @@ def _read_fields(value: object) -> tuple[dict[str, Any], tuple[Document, ...], C
     fields = as_object(value, "the body")
     _check_json(fields)
     if fields.pop("kv_transfer_params", None) is not None:
-        raise ProtocolError("kv_transfer_params are not possible on this route; leave them out")
+        raise ProtocolError("kv_transfer_params is not supported on this route; remove it")
     documents = parse(_Documents, _popped(fields, "documents", ()), "documents")
     options = parse(ChatOptions, _popped(fields, FIELD, {}), FIELD)
     return fields, documents, options
@@ -173,22 +174,22 @@ def _check_number(messages: Sequence[Any]) -> None:
     if number > _MOST_MESSAGES:
         raise ProtocolError(
             f"The chat has {number:,} messages and content parts, expected at most "
-            f"{_MOST_MESSAGES:,}; join parts, or leave out old messages"
+            f"{_MOST_MESSAGES:,}; join parts, or omit old messages"
         )
 
 
 class _MessageReader:
-    """Reads messages of OpenAI's API as messages of chat templates."""
+    """Converts OpenAI messages to chat-template messages."""
 
     def __init__(self, takes_parts: bool) -> None:
         self._takes_parts = takes_parts
-        self._tools: dict[str, str] = {}  # Names of tools by call id.
+        self._tools: dict[str, str] = {}  # Tool names by call id.
         self.not_text: str | None = None
 
     def read(self, value: object, place: str) -> dict[str, Any]:
         sent = as_object(value, place)
         role = _string(sent.get("role"), f"{place}.role")
-        # Clients use both names of this field.
+        # Clients use either name for this field.
         sent["reasoning_content"] = sent.get("reasoning_content") or sent.get("reasoning")
         message: dict[str, Any] = {"role": role}
         for name in _KEPT_FIELDS:
@@ -216,7 +217,7 @@ class _MessageReader:
         return (*chain(*marked), *content_spans("\n".join(texts), origin_of(role)))
 
     def _text(self, part: object, place: str) -> str:
-        """Text of a content part. A part without text, such as an image, is recorded and is
+        """Return a content part's text. A non-text part, such as an image, is noted and is
         empty."""
         if isinstance(part, str):
             return part
@@ -224,7 +225,7 @@ class _MessageReader:
         kind = _string(fields.get("type"), f"{place}.type")
         if kind in _TEXT_PARTS:
             return _string(fields.get("text"), f"{place}.text")
-        self.not_text = self.not_text or f"{place} is of the type {shown(kind)}"
+        self.not_text = self.not_text or f"{place} has the type {shown(kind)}"
         return ""
 
 
@@ -240,7 +241,7 @@ def _string(value: object, place: str) -> str:
 
 
 def _calls(calls: object, place: str) -> list[dict[str, Any]]:
-    """Read the tool calls of an earlier answer. Chat templates take arguments as objects."""
+    """Parse the tool calls of an earlier answer. Chat templates expect arguments as objects."""
     if not isinstance(calls, list):
         raise ProtocolError(f"{place} should be a list, found {shown(calls)}")
     read = []
@@ -259,13 +260,13 @@ def _arguments(value: object, place: str) -> dict[str, Any]:
         try:
             value = json.loads(value)
         except (ValueError, RecursionError) as error:
-            raise ProtocolError(f"{place} should be a JSON object as a string: {error}") from None
+            raise ProtocolError(f"{place} should be a string with a JSON object: {error}") from None
         _check_json(value)
     return as_object(value or {}, place)
 
 
 def _check_json(value: object, depth: int = 0) -> None:
-    """Raise ProtocolError for values that no prompt or answer can contain."""
+    """Raise ProtocolError for values that prompts and answers cannot contain."""
     if depth > _MOST_NESTED:
         raise ProtocolError(f"The body is nested more than {_MOST_NESTED} levels deep; flatten it")
     if isinstance(value, str):
@@ -274,13 +275,13 @@ def _check_json(value: object, depth: int = 0) -> None:
         except UnicodeEncodeError as error:
             raise ProtocolError(
                 f"The body contains a lone surrogate, \\u{ord(value[error.start]):04x}, which is "
-                "no character; replace it, for example by '?'"
+                "not a valid character; replace it, for example with '?'"
             ) from None
     elif type(value) is int and value.bit_length() > _MOST_BITS:
         raise ProtocolError(f"The body contains {shown(value)}, expected at most {_MOST_BITS} bits")
     elif isinstance(value, float) and not math.isfinite(value):
-        raise ProtocolError(f"The body contains {value}, which is no JSON number; remove it")
-    elif isinstance(value, dict):  # Checking for dict is faster than for Mapping.
+        raise ProtocolError(f"The body contains {value}, which is not valid JSON; remove it")
+    elif isinstance(value, dict):  # Checking for dict is faster than checking for Mapping.
         for name, item in value.items():
             _check_json(name, depth)
             _check_json(item, depth + 1)
@@ -292,17 +293,17 @@ def _check_json(value: object, depth: int = 0) -> None:
 def with_documents(
     messages: Sequence[Mapping[str, Any]], documents: Sequence[Document]
 ) -> list[Mapping[str, Any]]:
-    """Put documents into the first user message, in the prompt format ``formats.CHAT``.
+    """Insert documents into the first user message, in the prompt format ``formats.CHAT``.
 
-    The format's system message is added if the chat has none. The rest of the conversation follows
-    the passages, so it is in the final block.
+    If the chat has no system message, the format's is added. The rest of the conversation follows
+    the passages, so it belongs to the final block.
     """
     made = [*messages]
     if not documents:
         return made
     place = next((place for place, message in enumerate(made) if message["role"] == "user"), None)
     if place is None:
-        raise ProtocolError("documents need a message of the role 'user', found none; add it")
+        raise ProtocolError("documents require a message with the role 'user', found none; add one")
     passages = [document.passage for document in documents]
     made[place] = {**made[place], "content": CHAT.user_spans(made[place]["content"], passages)}
     if all(origin_of(message["role"]) != "system" for message in made):

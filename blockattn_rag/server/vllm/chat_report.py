@@ -1,4 +1,4 @@
-"""Reuse reports in the answers to OpenAI clients.
+"""Reuse reports in answers to OpenAI clients.
 
 Importing this module does not load vLLM.
 """
@@ -19,18 +19,18 @@ _COUNTS = '"usage":{'
 _PARAMS = "kv_transfer_params"
 
 ENDS = '"finish_reason":"'
-"""Part of the events that end an answer."""
+"""Text that occurs in the events that end an answer."""
 
 
 class ChatReport:
-    """Rewrites an answer of vLLM for OpenAI clients.
+    """Adds the reuse report to a vLLM answer for OpenAI clients.
 
-    The report on blocks replaces ``kv_transfer_params``. ``cached_tokens`` does not count blocks
-    that were encoded for this request.
+    The report replaces ``kv_transfer_params``. ``cached_tokens`` excludes blocks that were encoded
+    for this request.
 
     Args:
-        prompt: Prompt of the request; None if vLLM rendered it.
-        reason: Why block mode cannot answer a chat whose passages were recognized.
+        prompt: Prompt of the request, or None if vLLM rendered it.
+        reason: Why a chat with recognized passages was not answered in block mode.
     """
 
     def __init__(self, prompt: TokenPrompt | None, recipe: RecipeOutline, reason: str = "") -> None:
@@ -46,13 +46,13 @@ class ChatReport:
         return data
 
     def events(self, events: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
-        """Convert a stream. The event with the finish reason contains the report."""
+        """Convert a stream. The report is added to the event with the finish reason."""
         return edited_events(events, self._edit, (ENDS, _COUNTS, f'"{_PARAMS}":'))
 
     def _edit(self, data: dict[str, Any]) -> None:
         if any(choice.get("finish_reason") for choice in data.get("choices", ())):
             self._end(data)
-        data.pop(_PARAMS, None)  # vLLM 0.33 has it in all events
+        data.pop(_PARAMS, None)  # vLLM 0.33 adds it to all events
         if usage := data.get("usage"):
             self._correct(usage)
 
@@ -81,7 +81,7 @@ async def edited_events(
     edit: Callable[[dict[str, Any]], None],
     signs: Sequence[str],
 ) -> AsyncGenerator[str, None]:
-    """Apply ``edit`` to the JSON of the events of a stream that contain one of ``signs``."""
+    """Apply ``edit`` to the JSON of all stream events that contain one of ``signs``."""
     try:
         async for event in events:
             if event.startswith(_DATA) and any(sign in event for sign in signs):

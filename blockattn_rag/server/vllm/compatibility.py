@@ -1,4 +1,4 @@
-"""Startup checks: whether block mode gives exact answers on an engine."""
+"""Startup checks that block mode gives exact answers on an engine."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger("blockattn_rag")
 
 _SPECS = (FullAttentionSpec, SlidingWindowSpec, MLAAttentionSpec)
-"""Caches of layers that keep a page for each token, or for each token of a window."""
+"""Caches of layers that store every token, or every token in a window."""
 _LOAD_FORMATS = ("auto", "hf", "safetensors")
-"""Formats that load the weights of the checkpoint's files, unchanged."""
+"""Formats that load the weights in the checkpoint's files unchanged."""
 _MISTRAL = "consolidated"
-"""Start of the names of files that vLLM prefers over the hashed files if the format is ``auto``."""
-_NOT_RECOMPUTED = "tokens are not recomputed on it; use a recipe with recompute=0, such as 'fast'"
+"""Name prefix of files that vLLM prefers over the hashed files if the format is ``auto``."""
+_NOT_RECOMPUTED = "it cannot recompute tokens; use a recipe with recompute=0, such as 'fast'"
 
 
 def check_engine(
@@ -45,12 +45,12 @@ def check_engine(
     if profile.recompute:
         reasons += [f"{reason}; {_NOT_RECOMPUTED}" for reason in _recomputation(engine)]
     if reasons:
-        raise ServingError("Block mode is not possible on this engine: " + "; ".join(reasons))
+        raise ServingError("Block mode is not supported on this engine: " + "; ".join(reasons))
     speculative = engine.speculative_config
     if speculative is not None and speculative.method not in ("ngram", "suffix"):
         logger.warning(
-            "Speculative decoding by %s: its draft layers get no keys and values of the blocks, "
-            "so fewer draft tokens are accepted; answers are not affected",
+            "Speculative decoding with %s: the draft layers do not receive the blocks' keys and "
+            "values, so fewer draft tokens are accepted; answers are not affected",
             speculative.method,
         )
 
@@ -61,17 +61,17 @@ def _transfer(engine: VllmConfig) -> Iterator[str]:
     of_all = parent.kv_transfer_config if parent is not None else None
     if transfer is None or (of_all is not None and of_all.kv_connector == "MultiConnector"):
         yield (
-            "the connector is one of several (MultiConnector), and others may mix pages of block "
-            "mode with those of full mode; make it the only one"
+            "the connector is one of several (MultiConnector), and the others may mix block-mode "
+            "and full-mode pages; make it the only one"
         )
         return
     if transfer.kv_load_failure_policy != "fail":
         yield (
-            f"kv_load_failure_policy is {transfer.kv_load_failure_policy!r}, which mixes block and "
-            "full mode in an answer when a block is lost; set it to 'fail'"
+            f"kv_load_failure_policy is {transfer.kv_load_failure_policy!r}, which would mix block "
+            "and full mode in an answer if a block is lost; set it to 'fail'"
         )
     if not transfer.is_kv_consumer:
-        yield f"kv_role is {transfer.kv_role!r}, which loads nothing; set it to 'kv_both'"
+        yield f"kv_role is {transfer.kv_role!r}, which loads no blocks; set it to 'kv_both'"
 
 
 def _parallel(engine: VllmConfig, config: ServingConfig) -> Iterator[str]:
@@ -82,7 +82,7 @@ def _parallel(engine: VllmConfig, config: ServingConfig) -> Iterator[str]:
     if parallel.pipeline_parallel_size > 1 and not config.read_only:
         yield (
             f"pipeline_parallel_size is {parallel.pipeline_parallel_size}: no rank has all layers "
-            "of a block to store; set read_only, and encode on another server"
+            "of a block, so none can store it; set read_only, and encode on another server"
         )
 
 
@@ -92,13 +92,14 @@ def _model(engine: VllmConfig, profile: ModelProfile) -> Iterator[str]:
         if value := getattr(model, name, None):
             option = name.replace("_", "-")
             yield (
-                f"{name} is {value!r}, which may change keys and values, but not the fingerprint; "
-                f"change the config in the model's folder instead, and remove --{option}"
+                f"{name} is {value!r}, which may change keys and values without changing the "
+                "fingerprint; change the config in the model's folder instead, and remove "
+                f"--{option}"
             )
     if model.hf_config_path not in (None, model.model):
         yield (
-            f"hf_config_path is {model.hf_config_path!r}, but the fingerprint is that of the "
-            "model's own config; remove --hf-config-path"
+            f"hf_config_path is {model.hf_config_path!r}, but the fingerprint was computed from "
+            "the model's own config; remove --hf-config-path"
         )
     text = model.hf_text_config
     for name, expected in (
@@ -108,7 +109,7 @@ def _model(engine: VllmConfig, profile: ModelProfile) -> Iterator[str]:
         if getattr(text, name, expected) != expected:
             yield (
                 f"the engine's model has {name} {getattr(text, name)}, but the config of "
-                f"{profile.name} says {expected}; report the model"
+                f"{profile.name} has {expected}; report this model"
             )
     if model.max_model_len > profile.max_positions:
         yield (
@@ -118,10 +119,10 @@ def _model(engine: VllmConfig, profile: ModelProfile) -> Iterator[str]:
 
 
 def _recomputation(engine: VllmConfig) -> Iterator[str]:
-    """Reasons why the connector's forward pass cannot recompute tokens."""
+    """Yield the reasons why the connector's forward pass cannot recompute tokens."""
     model, parallel = engine.model_config, engine.parallel_config
     yield from (
-        f"{option} is in effect" for option, is_used in NOT_RECOMPUTING.items() if is_used(engine)
+        f"{option} is in use" for option, is_used in NOT_RECOMPUTING.items() if is_used(engine)
     )
     if parallel.data_parallel_size > 1 and model.is_moe:
         yield f"data_parallel_size is {parallel.data_parallel_size} for a mixture of experts"
@@ -130,28 +131,29 @@ def _recomputation(engine: VllmConfig) -> Iterator[str]:
 
 
 def _weights(engine: VllmConfig) -> Iterator[str]:
-    """Reasons why vLLM would load other files than those that were hashed."""
+    """Yield the reasons why vLLM would load other weights than those that were hashed."""
     model, load = engine.model_config, engine.load_config
     commit = commit_of(model.model, model.revision)
     if model.quantization and not quantization_of(load_config(model.model, revision=commit)):
         yield (
             f"quantization is {model.quantization!r}, which changes the weights while they are "
-            "loaded, so that their files do not identify them; serve a quantized checkpoint"
+            "loaded, so that the files' hashes do not identify them; serve a quantized checkpoint "
+            "instead"
         )
     if load.load_format not in _LOAD_FORMATS:
         yield (
-            f"load_format is {load.load_format!r}, whose weights may not be those of the "
+            f"load_format is {load.load_format!r}, which may load other weights than those in the "
             "checkpoint's files; set --load-format auto"
         )
         return
     if load.download_dir is not None and commit is not None:
         yield (
-            f"download_dir is {load.download_dir!r}, but the files in the hub's cache were hashed; "
+            f"download_dir is {load.download_dir!r}, but the hashed files are in the hub's cache; "
             "set the environment variable HF_HUB_CACHE instead"
         )
         return
     if (hashed := weight_files(model.model, commit)) is None:
-        return  # No profile can be made from this folder.
+        return  # No profile can be built from this folder.
     names = {path.name for path in hashed.folder.glob("*.safetensors")}
     if load.load_format == "auto" and any(name.startswith(_MISTRAL) for name in names):
         yield (
@@ -167,7 +169,7 @@ def _weights(engine: VllmConfig) -> Iterator[str]:
     if names != {*hashed.names}:
         yield (
             f"vLLM would load {', '.join(sorted(names))} in {hashed.folder}, but transformers "
-            f"loads {', '.join(hashed.names)}; move the other files away"
+            f"loads {', '.join(hashed.names)}; remove the other files"
         )
 
 
@@ -185,7 +187,7 @@ def _cache(engine: VllmConfig, cache: KVCacheConfig, config: ServingConfig) -> I
     dtype = engine.cache_config.cache_dtype
     if dtype not in as_computed(engine) and config.encodes:
         yield (
-            f"the cache stores {dtype}, but blocks are saved as the model computes them; set "
+            f"the cache stores {dtype}, but blocks are saved in the model's dtype; set "
             "--kv-cache-dtype auto, or read_only and private_memory '0', and encode on another "
             "server"
         )

@@ -1,4 +1,4 @@
-"""The connector that vLLM loads: one half in its scheduler, and one half in each worker."""
+"""KV connector for vLLM: one half runs in the scheduler, and one half in each worker."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 class BlockAttentionConnector(KVConnectorBase_V1, SupportsHMA):
     """KV connector for Block-Attention in vLLM.
 
-    To vLLM, the context blocks of a prompt are a prefix that is computed elsewhere. The connector
-    loads their keys and values into vLLM's pages, rotated to their positions, and vLLM computes the
-    final block as usual. Options are in ``kv_connector_extra_config``, see ``ServingConfig``.
+    vLLM treats the context blocks of a prompt as a prefix that is computed elsewhere. The connector
+    loads their keys and values into vLLM's pages, rotated to their positions, and vLLM prefills the
+    final block as usual. ``kv_connector_extra_config`` contains the options (``ServingConfig``).
     """
 
     def __init__(
@@ -60,8 +60,7 @@ class BlockAttentionConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """Return False: a block that was not stored is encoded again, so no request waits for
-        it."""
+        """Return False: requests need not wait for saves, because a lost block is encoded again."""
         return False
 
     # Scheduler half.
@@ -100,15 +99,15 @@ class BlockAttentionConnector(KVConnectorBase_V1, SupportsHMA):
         self.worker.execute(self._orders())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Do nothing: a request runs only after all its layers are loaded."""
+        """Do nothing, because a request runs only after all its layers are loaded."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Do nothing: pages are copied after all layers have run."""
+        """Do nothing, because pages are copied after all layers have run."""
 
     def wait_for_save(self) -> None:
-        """Copy the keys and values that encoding requests computed in this step."""
+        """Copy the keys and values that this step computed for encoding requests."""
         self.worker.copy(self._orders())
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
@@ -121,7 +120,7 @@ class BlockAttentionConnector(KVConnectorBase_V1, SupportsHMA):
     def _orders(self) -> Orders:
         orders = self._get_connector_metadata()
         if not isinstance(orders, Orders):
-            raise TypeError(f"Expected Orders of this connector, found {type(orders).__name__}")
+            raise TypeError(f"Expected this connector's Orders, found {type(orders).__name__}")
         return orders
 
     # Both halves.

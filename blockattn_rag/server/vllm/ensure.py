@@ -1,4 +1,4 @@
-"""Encoding of missing blocks before a prompt needs them, in the API server process."""
+"""Encoding of missing blocks, in the API server process, before a prompt runs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from blockattn_rag.store.tier import CircuitBreaker
 logger = logging.getLogger("blockattn_rag")
 
 _AT_ONCE = 64
-"""Maximum number of blocks encoded at once. Further blocks wait outside the engine, where they
+"""Maximum number of blocks to encode at once. Further blocks wait outside the engine, so that they
 occupy no pages."""
 
 _ANSWERED_WITHIN_S = 30.0
@@ -39,24 +39,23 @@ _FAILURES, _PAUSE_S = 3, 30.0
 _THREADS = 16
 
 _REPORTED_TOKENS = 2
-"""Tokens to generate if workers must report. They report with the step of the first token, and an
-idle engine runs no steps."""
+"""Tokens to generate in requests for the workers' reports. Workers report in the step of the first
+token, and an idle engine runs no further steps."""
 
 _FIRST_ASKED_S, _ASKED_EVERY_S = 0.1, 0.5
-"""Seconds until the engine is first asked why a block is not stored yet, and between later
-questions."""
+"""Delay of the first query of why a block is not stored yet, and interval of later queries."""
 
 _Name = tuple[str, bool]
 
 
 class NotStoredError(ServingError):
-    """Raised if a block was not stored. Workers can keep it in memory instead."""
+    """Raised if a block was not stored. Workers can then keep it in memory instead."""
 
 
 class _Flight:
-    """Running encoding of a block.
+    """Block that is being encoded.
 
-    ``waiting`` is the number of waiters, and ``is_asked`` is whether the engine has the request.
+    ``waiting`` is the number of waiters; ``is_asked`` is whether the request is in the engine.
     """
 
     def __init__(self, encode: Callable[[_Flight], Coroutine[Any, Any, None]]) -> None:
@@ -66,9 +65,9 @@ class _Flight:
 
 
 class BlockEnsurer:
-    """Looks blocks up in the store, and has the engine encode missing blocks.
+    """Looks up blocks in the store, and encodes missing blocks with the engine.
 
-    A block that several requests need is encoded once.
+    A block that several requests need is encoded only once.
     """
 
     def __init__(
@@ -82,19 +81,19 @@ class BlockEnsurer:
         self._kept = KeptBlocks(config.private_tokens(profile))
         self._later: set[asyncio.Task[None]] = set()
         self._flights: dict[_Name, _Flight] = {}
-        # Workers drop blocks if they encode them faster than they store them, so blocks wait here.
+        # Workers drop blocks if they encode faster than they store, so blocks wait here.
         self._room = Room(_AT_ONCE, QUEUE_BYTES)
-        # A store that accepts nothing would delay every request, and waste the engine's work.
+        # A store that rejects all blocks would delay every request and waste computation.
         self._storing = CircuitBreaker(_FAILURES, _PAUSE_S)
         self._why_unstored = ""
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="blockattn-rag-ensure")
 
     async def found(self, blocks: Sequence[Encodable], *, thorough: bool = False) -> list[bool]:
-        """Whether each block is available. Marks it as used.
+        """Check whether each block is available, and mark available blocks as used.
 
         Args:
-            thorough: Whether to read each entry completely, and delete damaged entries. Blocks in
-                the workers' memory are assumed to be lost.
+            thorough: Whether to read complete entries, and delete damaged ones. Blocks in the
+                workers' memory are assumed to be lost.
         """
         distinct = {block.name: block for block in blocks}
         looks = (self._is_found(block, thorough) for block in distinct.values())
@@ -113,21 +112,21 @@ class BlockEnsurer:
     ) -> list[bool]:
         """Encode missing blocks.
 
-        A block that the store does not accept is kept in the workers' memory if there is room, so a
-        full store does not stop answers.
+        A block that cannot be stored is kept in the workers' memory if there is room, so that
+        requests succeed even if the store is full.
 
         Args:
-            must_store: Whether to raise an error if a block that may be stored cannot be stored.
+            must_store: Whether to raise an error if a storable block cannot be stored.
 
         Returns:
             Whether each block was missing.
 
         Raises:
             MissError: Blocks are missing, and this server is read-only.
-            ProtocolError: Memory has no room for the blocks that must not be stored.
-            ServingError: A block was not encoded. Or it was not stored, and could not be kept in
-                memory because of ``must_store`` or a lack of room.
-            StoreError: The store does not answer.
+            ProtocolError: The private blocks do not fit in memory.
+            ServingError: A block could not be encoded, or could be neither stored nor (because of
+                its size or ``must_store``) kept in memory.
+            StoreError: The store does not respond.
         """
         found = await self.found(blocks, thorough=thorough)
         absent = {
@@ -138,8 +137,8 @@ class BlockEnsurer:
         unstored = sum(block.in_store for block in missing.values())
         if unstored and self._config.read_only:
             raise MissError(
-                f"{unstored} of {len(blocks)} blocks are not stored and this server is read_only; "
-                "encode them on a server that may write"
+                f"{unstored} of {len(blocks)} blocks are not stored, and this server is read_only; "
+                "encode them on a server with write access"
             )
         in_memory = {
             block.key: block.tokens
@@ -166,7 +165,7 @@ class BlockEnsurer:
         return None
 
     def _store_later(self, blocks: Iterable[Encodable]) -> None:
-        """Store blocks from the workers' memory in the background, now that they may be stored."""
+        """Store blocks from the workers' memory in the background, now that this is permitted."""
         for block in blocks if not self._config.read_only else ():
             task = asyncio.create_task(self._encoded(block))
             self._later.add(task)
@@ -174,9 +173,9 @@ class BlockEnsurer:
             task.add_done_callback(lambda task: task.cancelled() or task.exception())  # see _land
 
     async def _encoded(self, block: Encodable) -> None:
-        """Wait for the running encoding of a block, or start one.
+        """Encode a block, or wait if it is already being encoded.
 
-        The encoding is canceled if the last waiter leaves before the engine has the request.
+        The request is canceled if the last waiter leaves before the request is sent to the engine.
         """
         flight = self._flights.get(block.name)
         if flight is None:
@@ -188,16 +187,16 @@ class BlockEnsurer:
         finally:
             flight.waiting -= 1
             if not flight.waiting and not flight.is_asked:
-                # Remove the encoding at once, so that no request joins it.
+                # Remove the encoding immediately, so that no request joins it.
                 self._forget(block.name, flight)
                 flight.task.cancel()
 
     def _land(self, name: _Name, flight: _Flight) -> None:
         self._forget(name, flight)
-        # Logged here, because all waiters may be gone. Not logged while the breaker is open, when
-        # each request would log the same.
+        # Logged here, because all waiters may have left. While the breaker is open, nothing is
+        # logged, because each request would log the same message.
         if flight.is_asked and not flight.task.cancelled() and (error := flight.task.exception()):
-            logger.warning("A block is not encoded: %s", error)
+            logger.warning("A block was not encoded: %s", error)
 
     def _forget(self, name: _Name, flight: _Flight) -> None:
         if self._flights.get(name) is flight:
@@ -208,14 +207,14 @@ class BlockEnsurer:
         async with self._room.taken(block.tokens * self._profile.bytes_per_token):
             if block.in_store and not self._storing.allows():
                 raise NotStoredError(
-                    f"The store accepted none of the last blocks ({self._why_unstored}); the next "
+                    f"Several blocks in a row could not be stored ({self._why_unstored}); the next "
                     f"attempt is within {_PAUSE_S:g} s"
                 )
             flight.is_asked = True
             await self._engine.encode(block, request_id)
             if block.in_store:
                 await self._stored(block.block, request_id)
-            else:  # Workers execute this save before any later load.
+            else:  # Workers execute this save before later loads.
                 self._kept.add(block.key, block.tokens)
 
     async def _stored(self, block: BlockId, request_id: str) -> None:
@@ -228,7 +227,7 @@ class BlockEnsurer:
                 if asking.done():
                     why = f"not stored: {asking.result()}"
                 elif time.monotonic() > began + _STORED_WITHIN_S:
-                    why = f"not stored within {_STORED_WITHIN_S:g} s; the server's log says why"
+                    why = f"not stored within {_STORED_WITHIN_S:g} s; see the server's log"
                 if why is not None:
                     self._why_unstored = why
                     self._storing.failed()
@@ -248,9 +247,9 @@ class BlockEnsurer:
         try:
             return await asyncio.wait_for(asked, _ANSWERED_WITHIN_S)
         except TimeoutError:
-            logger.warning("No answer within %g s from %r", _ANSWERED_WITHIN_S, self._home)
+            logger.warning("No response within %g s from %r", _ANSWERED_WITHIN_S, self._home)
             raise StoreError(
-                f"The server's store did not answer within {_ANSWERED_WITHIN_S:g} s"
+                f"The server's store did not respond within {_ANSWERED_WITHIN_S:g} s"
             ) from None
         except StoreError as error:
             logger.warning("A lookup in the store failed: %s", error)
@@ -274,10 +273,10 @@ class BlockEnsurer:
 
 
 class Room:
-    """Limits the tasks that run at once in an event loop, first come, first served.
+    """Limits concurrent tasks in an event loop, in first-in, first-out order.
 
     Args:
-        max_bytes: Maximum total bytes of the running tasks; a single task may take more.
+        max_bytes: Maximum total bytes of all running tasks; a single task may exceed it.
     """
 
     def __init__(self, max_running: int, max_bytes: int) -> None:
@@ -288,7 +287,7 @@ class Room:
 
     @asynccontextmanager
     async def taken(self, nbytes: int) -> AsyncGenerator[None, None]:
-        """Wait for room, and occupy it within the context."""
+        """Wait for room, and reserve it within the context."""
         async with self._turn:
             while self._running and (
                 self._running >= self._max_running or self._bytes + nbytes > self._max_bytes
@@ -319,13 +318,12 @@ class EngineTasks:
             reason = output.outputs[0].finish_reason
         if reason not in ("length", "stop"):
             raise ServingError(
-                f"A block of {block.tokens} tokens was not encoded (request {request_id} "
-                f"ended by {reason!r}); see the server's log"
+                f"A block of {block.tokens} tokens was not encoded (request {request_id}, finish "
+                f"reason {reason!r}); see the server's log"
             )
 
     async def why_not_stored(self, request_id: str) -> str:
-        """Ask the engine until it answers why the block of an encoding request could not be
-        stored."""
+        """Query the engine until it returns why an encoding request's block could not be stored."""
         pause = _FIRST_ASKED_S
         while True:
             await asyncio.sleep(pause)
@@ -340,7 +338,7 @@ class EngineTasks:
     def _generate(
         self, asked: dict[str, Any], params: dict[str, Any], request_id: str, tokens: int
     ) -> AsyncGenerator[Any, None]:
-        """Generate exactly ``tokens`` tokens, which nobody reads."""
+        """Generate exactly ``tokens`` tokens, which are discarded."""
         sampling = SamplingParams(
             max_tokens=tokens,
             min_tokens=0 if tokens == 1 else tokens,

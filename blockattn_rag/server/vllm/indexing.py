@@ -1,4 +1,4 @@
-"""Background writing of the passages of answered requests to the index."""
+"""Background writes of the passages of answered requests to the passage index."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from blockattn_rag.store.passage_index import PassageIndex
 
 logger = logging.getLogger("blockattn_rag")
 
-_MOST_UNWRITTEN = 1 << 16  # Number of entries of a namespace, 36 bytes each.
+_MOST_UNWRITTEN = 1 << 16  # Entries per namespace, 36 bytes each.
 
 
 class IndexWriter:
-    """Collects index entries, and writes one file for each namespace every few seconds.
+    """Collects index entries, and writes one file per namespace every few seconds.
 
-    Answers do not wait for the index. A failed write is logged, and repeated with the next write of
+    Answers do not wait for the index. A failed write is logged, and retried with the next write in
     its namespace. The remaining entries are written when the event loop ends.
     """
 
@@ -35,7 +35,7 @@ class IndexWriter:
         self._writing = threading.Lock()
 
     def add(self, entries: Entries, namespace: str) -> None:
-        """Add index entries later. Call it in the event loop, after their passages were stored."""
+        """Schedule a write of entries. Call it in the event loop, after storing the passages."""
         if len(entries):
             self._collected.setdefault(namespace, []).append(entries)
             if not self._tasks:
@@ -54,15 +54,15 @@ class IndexWriter:
             raise
 
     def _write(self, collected: dict[str, list[Entries]]) -> None:
-        with self._writing:  # A canceled task leaves its thread running.
+        with self._writing:  # The thread of a canceled task continues to run.
             for namespace, parts in collected.items():
                 entries = joined([*parts, *self._unwritten.pop(namespace, ())])
                 try:
                     self._index.add(entries, namespace)
-                except Exception as error:  # The entries of other namespaces must still be written.
+                except Exception as error:  # Other namespaces must still be written.
                     self._unwritten[namespace] = [entries[:_MOST_UNWRITTEN]]
                     self._on_failure()
                     if isinstance(error, StoreError):
-                        logger.warning("The index of passages cannot be written: %s", error)
+                        logger.warning("Cannot write the passage index: %s", error)
                     else:
-                        logger.exception("Unexpected error while the index is written: %s", error)
+                        logger.exception("Unexpected error while writing the index: %s", error)

@@ -1,4 +1,4 @@
-"""Blocks that the workers keep in memory because they must not be stored.
+"""Private blocks in the workers' memory, which must not be stored.
 
 Importing this module does not load vLLM.
 """
@@ -11,10 +11,10 @@ from blockattn_rag.errors import ProtocolError
 
 
 class KeptBlocks:
-    """The API server's estimate of the blocks in the workers' memory, which is an LRU cache.
+    """The API server's estimate of which blocks are in the workers' memory, an LRU cache.
 
-    The estimate can be wrong if other API servers use the same workers. In that case, a load fails
-    and the block is encoded again.
+    The estimate may be wrong if other API servers use the same workers. In that case, loading
+    fails, and the block is encoded again.
     """
 
     def __init__(self, max_tokens: int) -> None:
@@ -23,7 +23,7 @@ class KeptBlocks:
         self._sum = 0
 
     def use(self, key: str) -> bool:
-        """Whether a block should be in memory. Marks it as used."""
+        """Return whether a block should be in memory, and mark it as used."""
         if key in self._tokens:
             self._tokens.move_to_end(key)
         return key in self._tokens
@@ -39,10 +39,10 @@ class KeptBlocks:
         self._sum -= self._tokens.pop(key, 0)
 
     def check_room(self, tokens: int) -> None:
-        """Raise ProtocolError if a prompt needs more than ``max_tokens`` tokens in memory."""
+        """Raise ProtocolError if a prompt's private blocks exceed ``max_tokens``."""
         if tokens > self.max_tokens:
             raise ProtocolError(
-                f"The prompt has blocks of {tokens} tokens that must not be stored, but this "
-                f"server keeps at most {self.max_tokens} such tokens in memory; put other text "
-                "after the passages, or raise private_memory in the connector's options"
+                f"The prompt has {tokens} tokens in private blocks, which must not be stored, but "
+                f"this server keeps at most {self.max_tokens} tokens of such blocks in memory; put "
+                "other text after the passages, or raise private_memory in the connector's options"
             )

@@ -1,4 +1,4 @@
-"""Prometheus metrics of the connector and of the endpoints, and reports of the workers."""
+"""Prometheus metrics of the connector and the endpoints, and worker reports."""
 
 from __future__ import annotations
 
@@ -18,34 +18,34 @@ from blockattn_rag.server.loader import LoaderStats
 from blockattn_rag.store.base import TierStats
 
 PLAIN = {
-    "answers": "Requests answered in block mode, except those that a stop string ended.",
-    "refused": "Requests in block mode that the engine refused.",
+    "answers": "Requests answered in block mode, except answers ended by a stop string.",
+    "refused": "Block-mode requests that the engine rejected.",
     "loaded_tokens": "Context tokens of answered requests whose keys and values were loaded.",
     "local_tokens": "Context tokens of answered requests found in the engine's own cache.",
-    "recomputed_tokens": "Loaded tokens that were computed again for the question.",
+    "recomputed_tokens": "Loaded tokens that were recomputed for the question.",
     "loads": "Requests whose blocks were loaded, summed over ranks.",
     "load_failures": "Requests with a missing, damaged or late block, summed over ranks.",
     "load_misses": "Missing or damaged blocks, summed over ranks.",
-    "load_seconds": "Seconds until requested blocks were in memory, summed over loads.",
+    "load_seconds": "Seconds until the requested blocks were in memory, summed over loads.",
     "loaded_blocks": "Blocks loaded, summed over ranks.",
     "loaded_bytes": "Bytes of keys and values loaded, summed over ranks.",
     "saved_blocks": "Blocks encoded by this server and stored.",
-    "saved_bytes": "Bytes of these blocks in the store.",
-    "save_failures": "Blocks encoded by this server that could not be kept.",
+    "saved_bytes": "Size in bytes of the blocks that were encoded by this server and stored.",
+    "save_failures": "Blocks encoded by this server, but neither stored nor kept in memory.",
     "kept_blocks": "Blocks encoded by this server and kept in memory only, summed over ranks.",
 }
-"""Plain counters: Prometheus names without ``vllm:blockattn_`` and ``_total``."""
+"""Plain counters, by Prometheus name without ``vllm:blockattn_`` and ``_total``."""
 
 BY_TIER = {
     "tier_hits": "Blocks read from a tier of the store, summed over ranks.",
     "tier_misses": "Blocks missing or damaged in a tier of the store, summed over ranks.",
     "tier_failures": "Failed reads and writes of a tier, summed over ranks.",
 }
-"""Counters with a label for the tier, counted as ``name/tier``."""
+"""Counters with a tier label, counted as ``name/tier``."""
 
 
 class ServingStats(KVConnectorStats):
-    """Counts of a step, which vLLM passes from the workers to its loggers."""
+    """Counts of one step, which vLLM passes from the workers to its loggers."""
 
     data: dict[str, float]
 
@@ -78,7 +78,7 @@ class Counters:
             self._counts[key] = self._counts.get(key, 0) + more
 
     def taken(self) -> ServingStats | None:
-        """Counts since the last call; None if nothing was counted."""
+        """Return and reset the counts since the last call. None if there are none."""
         with self._lock:
             counts, self._counts = self._counts, {}
         return ServingStats(counts) if counts else None
@@ -98,7 +98,7 @@ _OF_TIER = ("hits", "misses", "failures")
 def count_loads(
     counters: Counters, before: LoaderStats, now: LoaderStats, tiers: Sequence[str]
 ) -> None:
-    """Add the difference between two loader stats to counters. ``tiers``: names of the tiers."""
+    """Add the difference between two ``LoaderStats`` to counters, using the names of ``tiers``."""
     for name, counter in _OF_LOADER.items():
         if more := getattr(now, name) - getattr(before, name):
             counters.count(counter, more)
@@ -144,8 +144,7 @@ class ServingPromMetrics(KVConnectorPromMetrics):
 
 
 class Fetch(NamedTuple):
-    """Load of a request's blocks: seconds, quantized blocks, and recomputed tokens of each
-    block."""
+    """Load of a request's blocks: time, quantized blocks, and recomputed tokens per block."""
 
     seconds: float
     int8_blocks: int
@@ -153,7 +152,7 @@ class Fetch(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """Number of ranks on which the load of a request ended, and number on which it failed."""
+    """Numbers of ranks on which a request's load has ended and has failed."""
 
     ranks: int = 0
     failures: int = 0
@@ -164,12 +163,12 @@ class Ended(NamedTuple):
 
 @dataclass(slots=True)
 class WorkerReport(KVConnectorWorkerMetadata):
-    """Report of a rank to the scheduler after a step.
+    """A rank's report to the scheduler after a step.
 
     Args:
-        ended: Ended loads of requests with tokens to recompute. All ranks must recompute in the
+        ended: Finished loads of requests with tokens to recompute. All ranks must recompute in the
             same step.
-        unsaved: Why encoded blocks could not be stored, by the name of the encoding request.
+        unsaved: Reasons why encoded blocks could not be stored, by name of the encoding request.
     """
 
     fetches: Mapping[str, Fetch] = field(default_factory=dict)
@@ -177,9 +176,9 @@ class WorkerReport(KVConnectorWorkerMetadata):
     ended: Mapping[str, Ended] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
-        """Combine the reports of two ranks. The slower of a request's loads counts."""
+        """Combine the reports of two ranks. The slowest load of a request counts."""
         if not isinstance(other, WorkerReport):
-            raise TypeError(f"Expected the report of another rank, found {type(other).__name__}")
+            raise TypeError(f"Expected a WorkerReport, found {type(other).__name__}")
         both = dict(self.fetches)
         for request_id, fetch in other.fetches.items():
             both[request_id] = max(both.get(request_id, fetch), fetch)
@@ -189,18 +188,18 @@ class WorkerReport(KVConnectorWorkerMetadata):
         return WorkerReport(both, {**self.unsaved, **other.unsaved}, ended)
 
 
-# Counters of the API server. Their names must not start with "vllm:", because vLLM unregisters such
-# counters when it starts an engine.
-RETRIES = Counter("blockattn_retries", "Requests retried because their blocks were lost.")
+# Counters of the API server. Their names must not start with "vllm:", because vLLM unregisters
+# counters with this prefix when it starts an engine.
+RETRIES = Counter("blockattn_retries", "Requests retried because blocks were lost.")
 CUT_ANSWERS = Counter(
     "blockattn_cut_answers",
-    "Answers in block mode ended by a stop string, which the engine does not count.",
+    "Block-mode answers ended by a stop string, which the engine does not count.",
 )
 INDEX_FAILURES = Counter(
-    "blockattn_index_failures", "Failed writes of the index of passages, which are repeated."
+    "blockattn_index_failures", "Failed writes of the passage index, which are retried."
 )
 REQUESTS = Counter(
     "blockattn_requests",
-    "Requests to the endpoints of block mode, by path and HTTP status; streams when they begin.",
+    "Requests to the block-mode endpoints, by path and HTTP status. Streams count when they start.",
     ["path", "status"],
 )

@@ -1,7 +1,7 @@
-"""Prompts of OpenAI clients as token ids.
+"""Conversion of OpenAI clients' prompts to token ids.
 
-The server renders chats with the model's chat template and cuts prompts into blocks, as an engine
-in process does, so that both share stored blocks.
+The server renders chats with the model's chat template and splits prompts into blocks as an
+in-process engine does, so that both share stored blocks.
 
 Importing this module does not load vLLM.
 """
@@ -28,14 +28,14 @@ from blockattn_rag.server.protocol import MOST_BLOCKS
 from blockattn_rag.server.vllm.bodies import ChatBody, CompletionBody
 
 Recognizer = Callable[[Spans], Spans]
-"""Function that splits known passages out of text."""
+"""Function that splits known passages out of a text."""
 
 
 class TokenPrompt(NamedTuple):
     """Token ids of a prompt, and its split into blocks.
 
     Args:
-        lengths: Tokens of each context block. Empty: full mode.
+        lengths: Number of tokens of each context block. Empty: full mode.
         keep: Where each block may be kept.
         fixed: See ``BlockPlan``.
     """
@@ -47,7 +47,7 @@ class TokenPrompt(NamedTuple):
 
 
 class Prompts:
-    """Renderer of chats and completions with passages as token ids. Thread-safe."""
+    """Renderer of chats and completions with passages to token ids. Thread-safe."""
 
     def __init__(self, tokenizer: Any, promote: int = 0) -> None:
         self._promote = promote
@@ -67,7 +67,7 @@ class Prompts:
         return has_chat_template(self._tokenizer.tokenizer)
 
     def passage_ids(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of passages, as prompts contain them. Raises ProtocolError."""
+        """Tokenize passages as in prompts. Raises ProtocolError."""
         blocks = (Block(text.strip(), CHAT.template) for text in texts)
         return [self._tokenizer.block_ids(block, first=False) for block in blocks]
 
@@ -100,8 +100,8 @@ class Prompts:
         """Render a chat with the model's chat template, as blocks."""
         if body.not_text:
             raise ProtocolError(
-                f"{body.not_text}, but prompts with passages are text only; remove the part, or "
-                "the passages"
+                f"{body.not_text}, but prompts with passages support only text; remove this part "
+                "or the passages"
             )
         tokenizer = self._tokenizer.tokenizer
         if not has_chat_template(tokenizer):
@@ -110,7 +110,7 @@ class Prompts:
         variables = {name: value for name, value in variables.items() if name in read}
         try:
             spans = _rendered(tokenizer, body.messages, tools, variables)
-        except Exception as error:  # Templates may raise any error for unexpected messages.
+        except Exception as error:  # Templates may raise any exception for unexpected messages.
             raise ProtocolError(f"The chat cannot be rendered: {error}") from error
         return BlockPrompt.from_spans(recognize(spans) if recognize else spans, CHAT.template)
 

@@ -1,4 +1,4 @@
-"""Reading and writing the pages of an attention layer, whatever their layout."""
+"""Reading and writing the pages of an attention layer, independent of their layout."""
 
 from __future__ import annotations
 
@@ -11,38 +11,37 @@ from torch import Tensor
 from blockattn_rag.errors import ServingError
 
 _BASE = 128
-"""Integers below this value are exact in every dtype of a cache."""
+"""Upper bound of integers that are exact in every cache dtype."""
 
 _NULL = 0
-"""Id of vLLM's null page, which no request uses."""
+"""Id of vLLM's null page, which requests do not use."""
 
 Sizes = tuple[int, int, int]
 """Number of key-value heads, and the sizes of a head's keys and values."""
 
 PageTables = Sequence[Sequence[int]]
-"""Page ids of a request's tokens, in order, for each KV cache group."""
+"""Page ids of a request's tokens, in order, per KV cache group."""
 
 
 class KVGroup(NamedTuple):
-    """KV cache group of the engine: layers that share a page table.
+    """KV cache group of an engine: layers that share a page table.
 
     Args:
-        table: Index of the group's page table among those of a request.
-        page_tokens: Tokens of a page of the scheduler.
+        table: Index of the group's page table among a request's page tables.
+        page_tokens: Number of tokens per scheduler page.
     """
 
     table: int
     page_tokens: int
 
     def first_token(self, tables: PageTables) -> int:
-        """Index of the first token that has a page. Earlier tokens, which no window contains, have
-        null pages."""
+        """Index of the first token that has a page. Earlier tokens are outside the window."""
         table = tables[self.table]
         null = next((place for place, page in enumerate(table) if page != _NULL), len(table))
         return null * self.page_tokens
 
     def slots(self, tables: PageTables, tokens: range, device: torch.device) -> Tensor:
-        """Slots of consecutive tokens, int64 ``[tokens]``."""
+        """Return the slots of consecutive tokens, int64 ``[tokens]``."""
         size = self.page_tokens
         table = tables[self.table][tokens.start // size : -(-tokens.stop // size)]
         starts = torch.tensor(table, dtype=torch.int64, device=device) * size
@@ -51,17 +50,17 @@ class KVGroup(NamedTuple):
 
 
 class LayerPages:
-    """Pages of one layer of the engine.
+    """Pages of one layer in the engine.
 
-    Each backend has its own layout, so pages are written by the layer's own method. To read them,
-    the layout is measured once: numbered elements are written to a page and located there.
+    Layouts differ between backends, so pages are written with the layer's own method. For reading,
+    the layout is measured once, by writing numbered elements to a page and locating them.
 
     Args:
-        layer: Attention layer of vLLM. Keys and values of a latent layer are its rotary key and its
+        layer: vLLM's attention layer. Keys and values of a latent layer are its rotary key and its
             latent.
         group: KV cache group of the layer.
-        interleaves_keys: Whether the engine stores the two dimensions of each rotated pair next to
-            each other. A block stores them in the first and the second half of a key.
+        interleaves_keys: Whether the engine stores the two dimensions of each rotary pair next to
+            each other. Blocks store them in the first and second half of a key.
     """
 
     def __init__(self, layer: Any, group: KVGroup, *, interleaves_keys: bool = False) -> None:
@@ -84,13 +83,12 @@ class LayerPages:
 
     @property
     def tokens_per_page(self) -> int:
-        """Tokens of a kernel page. A page of the scheduler may consist of several kernel pages."""
+        """Tokens per kernel page. A scheduler page may consist of several kernel pages."""
         heads, key_size, value_size = self.sizes
         return int(self._layer.kv_cache[0].numel()) // (heads * (key_size + value_size))
 
     def write(self, keys: Tensor, values: Tensor, slots: Tensor) -> None:
-        """Write states ``[kv_heads, tokens, head_size]`` of any float dtype to slots
-        ``[tokens]``."""
+        """Write states ``[kv_heads, tokens, head_size]`` of any float dtype to slots."""
         layer = self._layer
         if self._interleaves_keys:
             keys = keys.reshape(*keys.shape[:-1], 2, -1).mT.flatten(-2)
@@ -103,7 +101,7 @@ class LayerPages:
 
     def read(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Copy keys and values ``[kv_heads, tokens, head_size]`` from slots ``[tokens]``. The first
-        slot must be the start of a page."""
+        slot must be at the start of a page."""
         heads, key_size, value_size = self.sizes
         tokens = self.tokens_per_page
         pages = slots[::tokens] // tokens
@@ -115,8 +113,8 @@ class LayerPages:
         )
 
     def _measured(self) -> Tensor:
-        """Index into the flat page for each element of keys ``[tokens, heads, size]``, then of
-        values, in the order of dimensions in which ``write`` stores keys."""
+        """Index into the flattened page for each element of keys ``[tokens, heads, size]``, then of
+        values, with the dimensions of keys in the order of ``write``."""
         if self._places is None:
             self._places = _measure(self)
         return self._places
@@ -142,9 +140,8 @@ class LayerPages:
 
 
 def _measure(pages: LayerPages) -> Tensor:
-    """Measure a layout: write the index of each element to the first page, digit by digit, and
-    locate it. The first page is vLLM's null block, which no request uses. It is restored
-    afterwards."""
+    """Measure a layout: write the index of each element to vLLM's null page, digit by digit, and
+    locate it. The page, which requests do not use, is restored afterwards."""
     cache: Tensor = pages._layer.kv_cache
     heads, key_size, value_size = pages.sizes
     tokens = pages.tokens_per_page
@@ -152,8 +149,8 @@ def _measure(pages: LayerPages) -> Tensor:
     page = cache[0]
     if not cache.dtype.is_floating_point or cache.dtype.itemsize < 2 or page.numel() != count:
         raise ServingError(
-            f"Found pages {tuple(cache.shape)} of {cache.dtype}, expected keys and values as the "
-            "model computed them: blocks cannot be saved from this cache. Use --kv-cache-dtype "
+            f"Blocks cannot be saved from this cache: found pages {tuple(cache.shape)} of "
+            f"{cache.dtype}, expected keys and values in the model's dtype. Use --kv-cache-dtype "
             "auto, or read_only and private_memory '0'"
         )
     before = page.clone()
@@ -175,8 +172,8 @@ def _measure(pages: LayerPages) -> Tensor:
     order = found.argsort()
     if not torch.equal(found[order], numbers):
         raise ServingError(
-            f"{type(pages._layer.impl).__name__} changes the keys and values that it stores: "
-            "blocks cannot be saved from its pages. Use another attention backend, or read_only "
-            "and private_memory '0'"
+            f"Blocks cannot be saved from pages of {type(pages._layer.impl).__name__}, because it "
+            "changes the keys and values that it stores. Use another attention backend, or "
+            "read_only and private_memory '0'"
         )
     return order

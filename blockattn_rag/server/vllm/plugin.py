@@ -1,4 +1,4 @@
-"""Entry points through which vLLM finds the connector and the endpoints of this package."""
+"""vLLM entry points for this package's connector and endpoints."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def register() -> None:
-    """Register the connector under its name. Repeated calls do nothing."""
+    """Register the connector under its name. Idempotent."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     with suppress(ValueError):  # already registered
@@ -22,7 +22,7 @@ def register() -> None:
 
 
 class BlockAttentionEndpoints:
-    """Routes of block mode for ``vllm serve``, enabled by ``VLLM_PLUGINS=blockattn``."""
+    """Block-mode routes for ``vllm serve``, enabled by ``VLLM_PLUGINS=blockattn``."""
 
     name = "blockattn"
     required_tasks = ("generate",)
@@ -33,7 +33,7 @@ class BlockAttentionEndpoints:
         app.include_router(router)
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
-        """Open the store that the connector of this server uses."""
+        """Create the service, with the store that this server's connector uses."""
         from blockattn_rag.server.vllm.service import Service
 
         state.blockattn = Service.of(engine_client, state)

@@ -1,9 +1,8 @@
-"""Recomputing tokens of a loaded context in a worker, with vLLM's model and pages.
+"""Recomputation of tokens in a loaded context, with a worker's model and pages.
 
 As in ``model.recompute``, a first forward pass over the question measures which tokens it attends
-to most. A second pass over these tokens computes them again, with full attention, and writes them
-to the pages. Neither pass uses the attention of vLLM's backend, which computes only consecutive
-tokens.
+to most. A second pass recomputes these tokens with full attention and writes them to the pages.
+Neither pass uses vLLM's attention backend, which supports only consecutive tokens.
 """
 
 from __future__ import annotations
@@ -30,16 +29,16 @@ States = tuple[Tensor, Tensor]
 """Keys and values ``[kv_heads, tokens, head_size]``."""
 
 GetStates = Callable[[int, Tensor, Tensor], States]
-"""Function that returns all keys and values that a pass attends to in a layer. Its arguments are
-the layer's index, and the keys and values of the pass's own tokens."""
+"""Function that returns all keys and values that a forward pass attends to in a layer. Its
+arguments are the layer index, and the keys and values of the tokens in the pass."""
 
 
 class Recomputer:
-    """Recomputation of tokens in the pages of requests.
+    """Recomputes tokens in requests' pages.
 
     Args:
         layers: Attention layers of the model, in order.
-        pages: Their pages.
+        pages: Pages of these layers.
         engine: Configuration of the engine.
     """
 
@@ -52,8 +51,9 @@ class Recomputer:
                 or getattr(layer.impl, "alibi_slopes", None) is not None
             ):
                 raise ServingError(
-                    f"Layer {index} computes attention in another way ({type(layer).__name__}), so "
-                    "its tokens cannot be recomputed; use a recipe with recompute=0, such as 'fast'"
+                    f"Tokens cannot be recomputed because layer {index} has an unsupported type of "
+                    f"attention ({type(layer).__name__}); use a recipe with recompute=0, such as "
+                    "'fast'"
                 )
         self._layers, self._pages, self._engine = layers, pages, engine
         self._model = _model_of(layers[0])
@@ -75,13 +75,13 @@ class Recomputer:
 
         Args:
             token_ids: Token ids of the complete prompt.
-            slots: Slots ``[tokens]`` of the context, which no other request may share.
+            slots: Slots ``[tokens]`` of the context, which must not be shared with other requests.
             lengths: Number of tokens of each context block.
-            may_change: Whether the tokens of each block may be chosen.
-            count: Number of tokens to choose.
+            may_change: Whether tokens of each block may be recomputed.
+            count: Number of tokens to recompute.
 
         Returns:
-            Indices of the recomputed tokens, in order, equal on all ranks.
+            Indices of the recomputed tokens, in ascending order. Identical on all ranks.
         """
         received = self._received(token_ids[len(slots) :], slots)
         chosen = choose_tokens(received, lengths, may_change, count)
@@ -89,7 +89,7 @@ class Recomputer:
         return chosen
 
     def _received(self, final_ids: Sequence[int], slots: Tensor) -> Tensor:
-        """Attention that each token of a context receives from the final block, ``[tokens]``."""
+        """Measure the attention of the final block to each context token, ``[tokens]``."""
         before, layers = len(slots), measured_layers(self._windows)
         received = torch.zeros(before, dtype=torch.float32, device=slots.device)
         earlier: dict[int, States] = {}
@@ -111,14 +111,13 @@ class Recomputer:
             self._run(ids, places, measured, states)
             received += measured.total[:before] * len(ids)
         group = get_tp_group()
-        if group.world_size > 1:  # Each rank measured only its own heads.
+        if group.world_size > 1:  # Each rank has measured only its own heads.
             received = group.broadcast(group.all_reduce(received))
         return received
 
     def _compute(self, token_ids: Sequence[int], slots: Tensor, chosen: Sequence[int]) -> None:
-        """Replace the keys and values of the chosen tokens, in passes over chunks of tokens. Later
-        tokens attend to earlier tokens' new keys and values, so the chunks' size does not
-        matter."""
+        """Replace the keys and values of the chosen tokens, in chunks. Later tokens attend to the
+        new keys and values of earlier tokens, so the result does not depend on the chunk size."""
         for start in range(0, len(chosen), self._most_tokens):
             part = chosen[start : start + self._most_tokens]
             places = torch.tensor(part, device=slots.device)
@@ -135,7 +134,7 @@ class Recomputer:
     def _run(
         self, ids: Sequence[int], places: Tensor, attention: ChosenAttention, states: GetStates
     ) -> None:
-        """Run the model over tokens at positions ``places``."""
+        """Run the model on tokens at positions ``places``."""
         with (
             _attending(self._layers, attention, states),
             set_forward_context(None, self._engine, num_tokens=len(ids), skip_compiled=True),
@@ -149,7 +148,7 @@ class Recomputer:
 
 
 class _Attention:
-    """Replacement for the attention backend of a layer (``AttentionImpl``)."""
+    """Replacement for a layer's attention backend (``AttentionImpl``)."""
 
     def __init__(
         self, index: int, backend: Any, attention: ChosenAttention, states: GetStates
@@ -158,7 +157,7 @@ class _Attention:
         self._attention, self._states = attention, states
 
     def __getattr__(self, name: str) -> Any:
-        """Delegate other attributes to the backend, such as ``do_kv_cache_update``."""
+        """Delegate other attributes, such as ``do_kv_cache_update``, to the backend."""
         return getattr(self._backend, name)
 
     def forward(
@@ -209,7 +208,7 @@ def _joined(before: States, after: States) -> States:
 
 
 def _model_of(layer: nn.Module) -> nn.Module:
-    """The language model that a layer belongs to. vLLM does not pass it to connectors."""
+    """Find the language model of a layer, because vLLM does not pass it to connectors."""
     models = [
         found
         for found in gc.get_objects()
@@ -219,7 +218,7 @@ def _model_of(layer: nn.Module) -> nn.Module:
     ]
     if not models:
         raise ServingError(
-            "The model of this worker was not found, so tokens cannot be recomputed; use a recipe "
+            "Tokens cannot be recomputed because the worker's model was not found; use a recipe "
             "with recompute=0, such as 'fast'"
         )
     return min(models, key=lambda model: len([*model.modules()]))

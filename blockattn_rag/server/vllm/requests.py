@@ -1,4 +1,4 @@
-"""Conversion of prompts to blocks, and to vLLM's requests."""
+"""Conversion of prompts to blocks and to vLLM requests."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ if TYPE_CHECKING:
     from fastapi.datastructures import Headers
 
 _DIALECT = "%llguidance"
-"""Prefix of grammars in llguidance's dialect."""
+"""Prefix of grammars in the llguidance dialect."""
 
 _UNSUPPORTED = {
-    "echo": "the prompt is not computed in one piece",
-    "prompt_logprobs": "the prompt is not computed in one piece",
-    "use_beam_search": "vLLM runs each beam as a request, which would load the blocks again",
+    "echo": "the prompt is not prefilled as a whole",
+    "prompt_logprobs": "the prompt is not prefilled as a whole",
+    "use_beam_search": "vLLM runs each beam as a request, which would reload the blocks",
     "truncate_prompt_tokens": "the plan covers the complete prompt",
-    "prompt_embeds": "blocks are found by their tokens",
-    "suffix": "the prompt ends with its final block",
+    "prompt_embeds": "blocks are looked up by their token ids",
+    "suffix": "the prompt must end with its final block",
 }
 
-# llguidance follows references recursively: a chain of 20,000 overflows the stack and ends the
+# llguidance follows references recursively: a chain of 20,000 overflows the stack and crashes the
 # server, but a chain of 2,000 does not.
 _MOST_REFERENCES = 1_000
 
 
 class Encodable(NamedTuple):
-    """A block, and the prompt that encodes it: the sink, if any, and the block's tokens."""
+    """Block with the prompt that encodes it: the sink, if any, and the block's tokens."""
 
     block: BlockId
     token_ids: list[int]
@@ -52,12 +52,12 @@ class Encodable(NamedTuple):
 
     @property
     def in_store(self) -> bool:
-        """Whether the block may be stored; otherwise it stays in the workers' memory."""
+        """Whether the block may be stored. If not, it is kept in the workers' memory."""
         return self.block.keep.is_stored
 
     @property
     def name(self) -> tuple[str, bool]:
-        """Identity of a block: its key, and whether it is for the store or for memory."""
+        """Identity of the block: its key, and whether it may be stored."""
         return self.key, self.in_store
 
     @property
@@ -97,7 +97,7 @@ def encodables(
 
 @dataclass(frozen=True, slots=True)
 class BlockRequest:
-    """Request in block mode: the plan of its prompt, and its context blocks."""
+    """Block-mode request: the plan of its prompt, and its context blocks."""
 
     plan: BlockPlan
     blocks: Sequence[Encodable]
@@ -126,24 +126,24 @@ class RequestReader:
         return tuple(model.name for model in self._models.base_model_paths)
 
     def passages(self, texts: Sequence[Sequence[int]], headers: Headers) -> list[Encodable]:
-        """Passages to store, from their token ids. Raises ProtocolError."""
+        """Create the blocks of passages from their token ids. Raises ProtocolError."""
         keep = [STORED] * len(texts)
         return self._encodables(texts, self.namespace(headers), opens_prompt=False, keep=keep)
 
     def full_mode(self, request: Any, prompt: TokenPrompt | None, headers: Headers) -> None:
-        """Prepare a request in full mode for vLLM's handlers."""
+        """Prepare a full-mode request for vLLM's handlers."""
         self._prepare_grammar(request)
         request.kv_transfer_params = None
         if prompt is not None:
             if request.echo:
-                raise ProtocolError("echo is not possible with passages or tools; leave it out")
+                raise ProtocolError("echo is not supported with passages or tools; remove it")
             _set_tokens(request, prompt.token_ids, {})
         if self._secret is not None:
             namespace = self.namespace(headers)
             request.cache_salt = full_mode_salt(self._secret, namespace, request.cache_salt)
 
     def block_mode(self, request: Any, prompt: TokenPrompt, headers: Headers) -> BlockRequest:
-        """Prepare a request in block mode for vLLM's handlers."""
+        """Prepare a block-mode request for vLLM's handlers."""
         self._prepare_grammar(request)
         self._check(request, len(prompt.token_ids))
         namespace = self.namespace(headers)
@@ -155,20 +155,20 @@ class RequestReader:
         return BlockRequest(plan, blocks)
 
     def namespace(self, headers: Headers) -> str:
-        """Namespace of a request: the tenant that the gateway set, or the server's default."""
+        """Return a request's namespace: the tenant set by the gateway, or the server's default."""
         tenants = headers.getlist(TENANT_HEADER)
         if not tenants:
             return self._config.namespace
         if self._secret is None:
             raise ProtocolError(
-                f"Found the header {TENANT_HEADER}, but this server has no tenants; set "
+                f"The request has the header {TENANT_HEADER}, but this server has no tenants; set "
                 "tenant_secret_env in the connector's options"
             )
         if len(tenants) > 1 or not tenants[0]:
-            # A gateway may have appended its value to the client's header.
+            # The gateway may have appended its value to the client's header.
             raise ProtocolError(
-                f"Found the header {TENANT_HEADER} {len(tenants)} times, expected one name; "
-                "the gateway must replace the client's header, and remove it if there is no tenant"
+                f"The request has {len(tenants)} {TENANT_HEADER} headers, expected one name; the "
+                "gateway must replace the client's header, or remove it if there is no tenant"
             )
         return parse(Namespace, tenants[0], TENANT_HEADER)
 
@@ -197,7 +197,7 @@ class RequestReader:
         return found
 
     def _prepare_grammar(self, request: Any) -> None:
-        """Check the size of a request's grammar, and rewrite ``choice`` for the backend guidance.
+        """Check the size of a request's grammar, and rewrite ``choice`` for the guidance backend.
 
         vLLM's own grammar for ``choice`` fails with 2,000 or more choices.
         """
@@ -209,21 +209,22 @@ class RequestReader:
             text = value if isinstance(value, str) else json.dumps(value)
             if len(text) > MOST_CHARACTERS:
                 raise ProtocolError(
-                    f"The grammar of the answer has {len(text):,} characters, expected at most "
-                    f"{MOST_CHARACTERS:,}. Offer fewer options: retrieve candidates first, or ask "
-                    "in several steps"
+                    f"The answer's grammar has {len(text):,} characters, expected at most "
+                    f"{MOST_CHARACTERS:,}. Reduce the number of options: retrieve candidates "
+                    "first, or split the request into several steps"
                 )
             if (references := text.count('"$ref"')) > _MOST_REFERENCES:
                 raise ProtocolError(
-                    f"The schema of the answer has {references:,} references ($ref), expected at "
-                    f"most {_MOST_REFERENCES:,}. Inline short definitions, or ask in several steps"
+                    f"The answer's schema has {references:,} references ($ref), expected at most "
+                    f"{_MOST_REFERENCES:,}. Inline short definitions, or split the request into "
+                    "several steps"
                 )
         is_guidance = self._backend == "guidance"
         if grammar is not None and _DIALECT in (grammar.grammar or "") and not is_guidance:
-            # The backend "auto" accepts it and fails in the engine.
+            # The "auto" backend accepts it, but then fails in the engine.
             raise ProtocolError(
-                "A grammar in llguidance's dialect, such as for a required tool call, needs vLLM's "
-                f"backend guidance, found {self._backend}; start the server with "
+                "A grammar in the llguidance dialect, such as for a required tool call, requires "
+                f"vLLM's guidance backend, found {self._backend}; start the server with "
                 """--structured-outputs-config '{"backend": "guidance"}'"""
             )
         if grammar is not None and grammar.choice and is_guidance:
@@ -235,7 +236,7 @@ class RequestReader:
         for name, why in _UNSUPPORTED.items():
             value = getattr(request, name, None)
             if value is not None and value is not False:
-                raise ProtocolError(f"{name} is not possible in block mode: {why}; leave it out")
+                raise ProtocolError(f"{name} is not supported in block mode: {why}; remove it")
         if num_prompt_tokens >= self._max_tokens:
             raise ProtocolError(
                 f"The prompt has {num_prompt_tokens} tokens, expected at most "
@@ -244,17 +245,17 @@ class RequestReader:
         model = request.model
         if model in self._models.lora_requests:
             raise ProtocolError(
-                f"Found the LoRA adapter {model!r} as the model: block mode does not support "
-                "adapters, which are not trained to read blocks of the base model"
+                f"The requested model {model!r} is a LoRA adapter. Block mode does not support "
+                "LoRA adapters, because they are not trained on blocks encoded by the base model"
             )
         if model and model not in self.model_names:
             raise ProtocolError(
-                f"Found the model {model!r:.200}, expected one of {', '.join(self.model_names)}"
+                f"Unknown model {model!r:.200}: expected one of {', '.join(self.model_names)}"
             )
 
 
 def _set_tokens(request: Any, token_ids: list[int], params: dict[str, Any]) -> None:
-    """Put the token ids of a prompt, and further ``kv_transfer_params``, into vLLM's body."""
+    """Set a prompt's token ids and additional ``kv_transfer_params`` in vLLM's request."""
     if hasattr(request, "messages"):
         request.kv_transfer_params = {"prompt_token_ids": token_ids, **params}
     else:

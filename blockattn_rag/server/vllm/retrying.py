@@ -1,4 +1,4 @@
-"""Retries of requests whose blocks were lost, and a report on the blocks of every answer."""
+"""Retries of requests whose blocks were lost, and reuse reports for all answers."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _COMPLETE = ("stop", "length", "repetition")
 
 @dataclass(slots=True)
 class Ticket:
-    """State of a request in block mode while vLLM's handlers process it.
+    """State of a block-mode request while vLLM's handlers process it.
 
     Args:
         ensure_again: Function that checks all blocks of the prompt thoroughly, encodes missing
-            blocks, and returns the tokens of the encoded blocks by key.
+            ones, and returns the number of tokens of each encoded block by key.
         keys: Keys of the context blocks, in order.
-        marker: ``kv_transfer_params`` of the answer. None until they are known.
+        marker: ``kv_transfer_params`` of the answer, or None until they are known.
     """
 
     plan: BlockPlan
@@ -39,14 +39,14 @@ class Ticket:
 
 
 CURRENT: ContextVar[Ticket | None] = ContextVar("blockattn_ticket", default=None)
-"""Ticket of the request that is being handled."""
+"""Ticket of the current request."""
 
 
 class RetryingClient:
-    """Engine client that retries requests in block mode once.
+    """Engine client that retries block-mode requests once.
 
-    A request whose blocks cannot be loaded ends with an error before its first token. It is retried
-    after a thorough check of its blocks. After the first token, no retry is possible.
+    A request whose blocks cannot be loaded fails before its first token, and is retried after a
+    thorough check of its blocks. After the first token, no retry is possible.
     """
 
     def __init__(self, client: Any) -> None:
@@ -58,7 +58,7 @@ class RetryingClient:
     def generate(
         self, prompt: Any, sampling_params: Any, request_id: str, **options: Any
     ) -> AsyncGenerator[Any, None]:
-        """Like vLLM's ``generate``. In block mode, the last output reports on the blocks."""
+        """Like vLLM's ``generate``. In block mode, the last output contains a reuse report."""
         ticket = CURRENT.get()
         if ticket is None:
             return _checked(self._client.generate(prompt, sampling_params, request_id, **options))
@@ -89,13 +89,12 @@ class RetryingClient:
         again = self._client.generate(prompt, sampling_params, f"{request_id}-again", **options)
         async for output in _checked(again):
             if _failed(output):
-                # The engine gives no reason if it cannot compile a grammar.
+                # The engine does not report that it cannot compile a grammar.
                 has_grammar = getattr(sampling_params, "structured_outputs", None) is not None
                 grammar = "the grammar could not be compiled, " * has_grammar
                 raise RetryableRequestError(
                     f"{grammar}the blocks of the prompt could not be loaded, or the engine failed, "
-                    "twice; "
-                    f"{_between(len(anew), ticket.plan)}; the server's log says why"
+                    f"twice; {_between(len(anew), ticket.plan)}; see the server's log"
                 )
             yield _marked(output, ticket)
 
@@ -110,14 +109,14 @@ async def _checked(outputs: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, No
 
 
 def _check_grammar(output: Any) -> None:
-    """Raise GrammarError if the engine reports a failure with an output."""
+    """Raise GrammarError if an output contains a grammar failure."""
     params = output.kv_transfer_params
     ours = params.get(FIELD) if isinstance(params, Mapping) else None
     if isinstance(ours, Mapping) and GRAMMAR_FAILURE in ours:
         why = ours[GRAMMAR_FAILURE]
         raise GrammarError(
-            f"The grammar of the answer cannot be followed: {why}. It is too large or too complex "
-            "for this server; use fewer anyOf cases, tools or optional properties"
+            f"The answer cannot be constrained by its grammar: {why}. The grammar is too large or "
+            "too complex for this server; use fewer anyOf cases, tools or optional properties"
         )
 
 
@@ -126,26 +125,26 @@ def _failed(output: Any) -> bool:
 
 
 def _between(anew: int, plan: BlockPlan) -> str:
-    """Describe the check between two failed attempts, because vLLM's workers cannot report the
-    cause of a failure with the request."""
+    """Describe the check between two failed attempts. vLLM's workers cannot report the cause of a
+    failed request."""
     blocks = len(plan.lengths)
     if anew:
         return (
-            f"in between, {anew} of its {blocks} blocks were missing or damaged in the store, and "
+            f"in between, {anew} of its {blocks} blocks were missing or damaged in the store and "
             "were encoded again"
         )
     return (
         f"in between, all its {blocks} blocks were intact in the store: the workers cannot read "
-        "them within load_deadline_s, or read another store, or the engine fails"
+        "them within load_deadline_s or use another store, or the engine fails"
     )
 
 
 def _marked(output: Any, ticket: Ticket) -> Any:
-    """Add the report on the prompt's blocks to an output that ends an answer."""
+    """Add the reuse report to an output that ends an answer."""
     served = _served(output, ticket.plan)
     if served is not None:
         CUT_ANSWERS.inc(served.cut_short)
-        # Tokens of encoded blocks already count as computed.
+        # Tokens of encoded blocks are already counted as computed.
         recomputed = [
             0 if key in ticket.encoded else tokens
             for key, tokens in zip(ticket.keys, served.recomputed, strict=False)
@@ -161,11 +160,11 @@ def _marked(output: Any, ticket: Ticket) -> Any:
 
 
 def _served(output: Any, plan: BlockPlan) -> ServedBlocks | None:
-    """Report on the blocks. None: more outputs follow, or the answer was aborted.
+    """Build the reuse report. None if more outputs follow, or the answer was aborted.
 
     The engine sends the report with the last token, unless a stop string ends the answer: vLLM
-    finds stop strings in this process, and aborts the engine's request. In that case, the number of
-    cached tokens shows that the blocks were used.
+    detects stop strings in this process, and aborts the engine's request. In that case, the number
+    of cached tokens shows that the blocks were used.
     """
     if output.kv_transfer_params and FIELD in output.kv_transfer_params:
         return ServedBlocks.from_dict(output.kv_transfer_params)
@@ -177,16 +176,13 @@ def _served(output: Any, plan: BlockPlan) -> ServedBlocks | None:
     is_stopped_here = any(isinstance(completion.stop_reason, str) for completion in output.outputs)
     if is_stopped_here and (output.num_cached_tokens or 0) >= plan.context_tokens:
         return ServedBlocks(len(plan.lengths), 0, 0, cut_short=True)
-    raise ProtocolError(
-        "The engine did not report on the blocks; check that its connector is configured"
-    )
+    raise ProtocolError("The engine sent no reuse report; check that its connector is configured")
 
 
 def with_marker(events: AsyncGenerator[str, None], ticket: Ticket) -> AsyncGenerator[str, None]:
     """Add ``kv_transfer_params`` to the events that end an answer.
 
-    vLLM 0.32 adds them only to answers that are not streamed. Later releases also add them to
-    streams.
+    vLLM 0.32 adds them only to non-streaming answers, and later releases also to streams.
     """
 
     def add(data: dict[str, Any]) -> None:

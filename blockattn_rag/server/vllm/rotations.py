@@ -1,16 +1,16 @@
-"""Startup check that vLLM rotates keys by the layouts of the profile.
+"""Startup check that vLLM rotates keys with the profile's layouts.
 
-vLLM's attention layers have no reference to the module that rotates their keys. vLLM makes these
-modules with ``get_rope``, once for each layout, and keeps them in ``_ROPE_DICT``. The check runs
-them on random keys at two positions.
+vLLM's attention layers have no reference to the module that rotates their keys. vLLM creates these
+modules with ``get_rope``, one per layout, and stores them in ``_ROPE_DICT``. The check runs them on
+random keys at two positions.
 
-It detects a layout that vLLM lacks, such as a layout with another base or scaling. It does not
-detect layers that use each other's layouts, because vLLM does not record which layer uses which.
+The check detects a layout that vLLM does not have, for example one with another base or scaling. It
+cannot detect swapped layouts, because vLLM does not record which layer uses which.
 
-The keys of latent attention are views of a wider tensor, with a dimension for their one head.
-vLLM's kernel for CPUs, ``rotary_embedding`` in ``csrc/cpu/pos_encoding.cpp``, steps from token to
-token by the stride of that dimension, and so rotates other elements. The check therefore passes
-such keys as the layer passes them.
+The keys of latent attention are views of a wider tensor, with a dimension for their single head.
+vLLM's CPU kernel, ``rotary_embedding`` in ``csrc/cpu/pos_encoding.cpp``, uses the stride of that
+dimension to step between tokens, and so rotates the wrong elements. The check therefore passes
+these keys in the same layout as the layer does.
 """
 
 from __future__ import annotations
@@ -31,17 +31,18 @@ _OFFSETS = (13, 1009)
 _TOKENS = 4
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
 _TOLERANCE_OF_16_BITS = 3e-2
-"""Above the rounding of keys, cosine and sine. Other frequencies or pairs have errors near 1."""
+"""Exceeds rounding errors of keys, cosine and sine. Wrong frequencies cause errors near 1."""
 
 
 def check_rotations(profile: ModelProfile, layers: Iterable[int]) -> set[int]:
-    """Check that vLLM has a rotary embedding for each of these layers of the profile.
+    """Check that vLLM has a rotary embedding for each of the profile's ``layers``.
 
     Returns:
-        Latent layers whose keys transformers stores in halves, and vLLM in interleaved pairs.
+        Latent layers whose keys are stored in halves by transformers, and in interleaved pairs by
+        vLLM.
 
     Raises:
-        ServingError: No module rotates keys of a layer's size by the layer's layout.
+        ServingError: No module rotates keys of a layer's size with the layer's layout.
     """
     checked: dict[tuple[int, int], bool] = {}
     interleaved = set()
@@ -58,7 +59,7 @@ def check_rotations(profile: ModelProfile, layers: Iterable[int]) -> set[int]:
 
 
 def _is_interleaved(profile: ModelProfile, index: int) -> bool:
-    """Whether vLLM interleaves the pairs of a latent layer's keys, unlike the profile."""
+    """Whether vLLM, unlike the profile, interleaves the pairs of a latent layer's keys."""
     layer, layout = profile.layers[index], profile.layouts[index]
     layouts = [layout]
     if layer.is_latent and layout.pairing == "half" and layout.rotary_dim == layer.key_size:
@@ -66,8 +67,8 @@ def _is_interleaved(profile: ModelProfile, index: int) -> bool:
     if not _ROPE_DICT:
         raise ServingError(
             f"Layer {layer.index}: vLLM has no rotary embeddings of its own for {profile.name}, so "
-            "the rotation of keys cannot be checked; its transformers backend is not "
-            "supported: remove --model-impl, or use a model that vLLM implements"
+            "the rotation of keys cannot be checked; its transformers backend is not supported: "
+            "remove --model-impl, or use a model that vLLM implements natively"
         )
     ropes = [
         rope
@@ -78,7 +79,7 @@ def _is_interleaved(profile: ModelProfile, index: int) -> bool:
     for rope in ropes:
         try:
             errors = [_error(rope, one, layer, profile) for one in layouts]
-        except (AttributeError, TypeError, StopIteration) as cause:  # another signature
+        except (AttributeError, TypeError, StopIteration) as cause:  # The signature differs.
             others.append(f"{_shown(rope)}, which cannot be run ({cause!r})")
             continue
         if min(errors) <= _tolerance(profile.torch_dtype):
@@ -88,16 +89,16 @@ def _is_interleaved(profile: ModelProfile, index: int) -> bool:
         others.append(f"{_shown(rope)}, which differs by {errors[0]:.2g}")
     if flat_only:
         raise ServingError(
-            f"Layer {layer.index}: {' and '.join(flat_only)} rotates other elements than the keys "
-            "of latent attention (MLA), because vLLM's kernel for CPUs expects keys without a "
-            "dimension for heads. Disable the kernel: add --compilation-config "
+            f"Layer {layer.index}: {' and '.join(flat_only)} rotates the wrong elements of the "
+            "keys of latent attention (MLA), because vLLM's CPU kernel expects keys without a head "
+            "dimension. Disable the kernel: add --compilation-config "
             """'{"custom_ops": ["-rotary_embedding"]}'"""
         )
     raise ServingError(
         f"Layer {layer.index}: vLLM rotates keys by {'; '.join(others) or 'no module'}, expected "
         f"{layout.pairing} pairs of {layout.rotary_dim} dimensions with frequencies from "
-        f"{layout.frequencies.max():.4g} to {layout.frequencies.min():.4g} from the config "
-        f"of {profile.name}; report the model"
+        f"{layout.frequencies.max():.4g} to {layout.frequencies.min():.4g} from the config of "
+        f"{profile.name}; report this model"
     )
 
 
@@ -108,17 +109,17 @@ def _tolerance(dtype: torch.dtype) -> float:
 def _rotates_flat_keys(
     rope: Any, layouts: Sequence[RotaryLayout], layer: LayerProfile, profile: ModelProfile
 ) -> bool:
-    """Whether a latent layer's module rotates keys as the profile says if they are not views."""
+    """Whether a latent layer's module matches the profile if keys are not views."""
     flat = replace(layer, is_latent=False)
     try:
         errors = [_error(rope, layout, flat, profile) for layout in layouts]
-    except RuntimeError:  # a module that needs a dimension for heads
+    except RuntimeError:  # The module requires a head dimension.
         return False
     return min(errors) <= _tolerance(profile.torch_dtype)
 
 
 def _error(rope: Any, layout: RotaryLayout, layer: LayerProfile, profile: ModelProfile) -> float:
-    """Largest difference between keys rotated by ``layout`` and keys rotated by vLLM."""
+    """Return the largest difference between keys rotated by ``layout`` and by vLLM."""
     generator = torch.Generator().manual_seed(0)
     keys = torch.randn(_TOKENS, layer.key_size, generator=generator).to(profile.torch_dtype)
     limit = profile.max_positions - 1
@@ -134,10 +135,10 @@ def _error(rope: Any, layout: RotaryLayout, layer: LayerProfile, profile: ModelP
 
 @torch.inference_mode()
 def _rotated(rope: Any, keys: Tensor, position: int, *, is_latent: bool) -> Tensor:
-    """Keys ``[tokens, head_size]`` of one head, all rotated for one position, on the CPU."""
+    """Rotate keys ``[tokens, head_size]`` of one head, all to the same position, on the CPU."""
     device = next(rope.buffers()).device
     positions = torch.full((len(keys),), position, dtype=torch.int64, device=device)
-    # vLLM's kernels write to their arguments.
+    # Copy, because vLLM's kernels modify their arguments.
     copy = _as_latent if is_latent else _as_flat
     _, rotated = rope(positions, copy(keys, device), copy(keys, device))
     return torch.as_tensor(rotated).reshape(keys.shape).cpu()
@@ -148,14 +149,14 @@ def _as_flat(keys: Tensor, device: torch.device) -> Tensor:
 
 
 def _as_latent(keys: Tensor, device: torch.device) -> Tensor:
-    """Copy of keys ``[tokens, 1, head_size]``, as views of the projection that contains them."""
+    """Copy keys to ``[tokens, 1, head_size]``, as a view of the wider projection."""
     joined = torch.cat([torch.zeros_like(keys), keys], dim=-1).to(device)
-    # In this order, which decides the stride of the dimension.
+    # The order of these calls determines the stride of the head dimension.
     return joined[:, keys.shape[-1] :].unsqueeze(1)
 
 
 def _shown(rope: Any) -> str:
-    neox = getattr(rope, "is_neox_style", True)  # Some classes support no other style.
+    neox = getattr(rope, "is_neox_style", True)  # Some classes support only this style.
     pairs = "half" if neox else "interleaved"
     dims, base = (getattr(rope, name, "unknown") for name in ("rotary_dim", "base"))
     return f"{type(rope).__name__} ({pairs} pairs of {dims}, base {base})"

@@ -1,4 +1,4 @@
-"""Routes of block mode in vLLM's API server."""
+"""Block-mode routes in vLLM's API server."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from blockattn_rag.server.vllm.service import Answer, Service
 
 
 def _check_key(raw_request: Request) -> None:
-    """Check the server's API key, because vLLM checks it only for its own routes."""
+    """Check the API key, because vLLM checks it only for its own routes."""
     args = getattr(raw_request.app.state, "args", None)
     keys = [key for key in (getattr(args, "api_key", None) or [envs.VLLM_API_KEY]) if key]
     guard = AuthenticationMiddleware(raw_request.app, keys)
@@ -49,7 +49,7 @@ _JSON = [Depends(validate_json_request)]
 
 
 async def _json_body(raw_request: Request) -> Any:
-    """Read the body of a request. vLLM answers the ProtocolError with status 400."""
+    """Parse a request's body. vLLM converts a ProtocolError to status 400."""
     return await read_json(raw_request.stream(), _service(raw_request).max_tokens)
 
 
@@ -105,10 +105,10 @@ async def completions(fields: _JsonBody, raw_request: Request) -> Response:
 
 
 def _read_chat(fields: Any) -> tuple[ChatBody, ChatCompletionRequest]:
-    """Parse the body of a chat, also as vLLM's object. Raises ProtocolError."""
+    """Parse the body of a chat, for this package and for vLLM. Raises ProtocolError."""
     body = ChatBody.from_dict(fields)
     request: ChatCompletionRequest = _vllm_request(ChatCompletionRequest, body.fields)
-    # vLLM ignores the token ids of such chats.
+    # vLLM ignores the token ids of chats with media.
     if body.not_text is None and has_non_text_content(body.fields["messages"]):
         body = body._replace(not_text="a content part has a media field, such as image_url")
     return body, request
@@ -123,8 +123,8 @@ def _vllm_request(kind: type, fields: Any) -> Any:
     try:
         return parse(kind, fields, "body")
     except (AttributeError, LookupError, TypeError) as error:
-        # vLLM's own validators raised this error.
-        raise ProtocolError(f"A field of the body has a wrong type: {error}") from error
+        # One of vLLM's validators raised this error.
+        raise ProtocolError(f"A field of the body has the wrong type: {error}") from error
 
 
 async def _response(
@@ -133,7 +133,7 @@ async def _response(
     serve: Callable[[Any, Any, Request], Awaitable[Answer]],
     raw_request: Request,
 ) -> Response:
-    """Wait for vLLM's answer, and return it in the same form as its own routes."""
+    """Return vLLM's answer in the same format as vLLM's routes."""
     try:
         body, request = await asyncio.to_thread(read, fields)
         answer = await serve(body, request, raw_request)
@@ -151,15 +151,15 @@ async def _response(
 
 
 def _refusal(error: BlockAttnError) -> Response:
-    """Error response in vLLM's format.
+    """Build an error response in vLLM's format.
 
-    400: the request is invalid. 409: blocks are missing, and this server may not encode them. 503:
-    the request failed and may succeed later.
+    400: the request is invalid. 409: blocks are missing, and this server is not allowed to encode
+    them. 503: the request failed, but may succeed later.
     """
     statuses = {ProtocolError: 400, GrammarError: 400, SegmentationError: 400, MissError: 409}
     status = next((code for kind, code in statuses.items() if isinstance(error, kind)), 503)
     body = {"message": str(error), "type": type(error).__name__, "param": None, "code": status}
-    # OpenAI's clients would retry a conflict.
+    # OpenAI's clients would otherwise retry status 409.
     headers = {"x-should-retry": "false"} if status < 500 else None
     return JSONResponse({"error": body}, status_code=status, headers=headers)
 

@@ -1,7 +1,7 @@
-"""Saving of encoded blocks, after the recipe's adapter is applied.
+"""Saving of encoded blocks, after applying the recipe's adapter.
 
-Blocks are gathered from all ranks into the store. Blocks that must not be stored stay in the memory
-of each rank."""
+Blocks are gathered from all ranks and stored. Private blocks, which must not be stored, stay in the
+memory of each rank."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ States = Sequence[tuple[Tensor, Tensor]]
 
 
 class BlockSaver:
-    """Writer of encoded blocks. All ranks of the tensor-parallel group must make the same calls.
+    """Saves encoded blocks. All ranks of the tensor-parallel group must make the same calls.
 
-    If a block may be stored, the first rank gathers all heads and writes one entry, so an entry is
-    complete and does not depend on the number of ranks. Otherwise each rank keeps its share in
-    memory before ``save`` returns.
+    If a block may be stored, the first rank gathers all heads and writes a single entry, which is
+    complete and independent of the number of ranks. Otherwise, each rank keeps its share in memory
+    before ``save`` returns.
 
     Args:
         pages: Pages of all layers of the share, with measured layouts.
-        home: Store for blocks that may be stored. Written by background threads.
+        home: Store for blocks that may be stored. Background threads write to it.
         kept: In-memory store for the shares of blocks that must not be stored.
-        adapter: Adapter of the recipe, for all blocks except those that open a prompt.
+        adapter: The recipe's adapter, for all blocks except those that open a prompt.
     """
 
     def __init__(
@@ -79,18 +79,18 @@ class BlockSaver:
         self._lock = threading.Lock()
 
     def copy(self, copy: Copy) -> None:
-        """Copy the tokens that a step computed from their pages."""
-        if copy.tokens.start == 0:  # This also handles a preemption.
+        """Copy the keys and values that a step computed from their pages."""
+        if copy.tokens.start == 0:  # Also handles preemption.
             self._parts[copy.request_id] = []
         self._parts[copy.request_id].append([self._read(pages, copy) for pages in self._pages])
 
     def forget(self, request_ids: Iterable[str]) -> None:
-        """Delete the copies of requests that ended."""
+        """Delete the copies of finished requests."""
         for request_id in request_ids:
             self._parts.pop(request_id, None)
 
     def save(self, save: Save) -> None:
-        """Save the block of an encoding request, from the copies of its steps."""
+        """Save an encoding request's block from the copies made after its steps."""
         (block,) = block_keys(save.token_ids, save.plan, self._profile)
         parts = zip(*self._parts.pop(save.request_id), strict=True)
         own = self._block(block, [_joined(layer) for layer in parts])
@@ -105,14 +105,15 @@ class BlockSaver:
         keys, values = zip(*states, strict=True)
         kv = replace(own, keys=keys, values=values).copy_to(torch.device("cpu"))
         if not self._writes.add(kv.key, kv, partial(self._store, save.request_id)):
-            why = "blocks are encoded faster than they are stored"
+            why = "blocks are being encoded faster than they are stored"
             self._count_failure(save.request_id, why)
             self._note_unsaved(save.request_id, why)
 
     def unsaved(self) -> Mapping[str, str]:
-        """Why blocks could not be stored since the last call, by the name of the encoding request.
+        """Return why blocks could not be stored since the last call, by name of the encoding
+        request.
 
-        Clients see the reasons, so they contain neither the store's location nor a key.
+        Clients receive the reasons, so these contain neither the store's location nor keys.
         """
         with self._lock:
             unsaved, self._unsaved = self._unsaved, {}
@@ -123,7 +124,7 @@ class BlockSaver:
 
     @staticmethod
     def _read(pages: LayerPages, copy: Copy) -> tuple[Tensor, Tensor]:
-        # Reads must begin at the start of a page.
+        # Reads must start at a page boundary.
         beyond = copy.tokens.start % pages.group.page_tokens
         tokens = range(copy.tokens.start - beyond, copy.tokens.stop)
         keys, values = pages.read(pages.group.slots(copy.pages, tokens, pages.device))
@@ -140,7 +141,7 @@ class BlockSaver:
             token_ids=torch.tensor(block.ids, dtype=torch.int64),
             fingerprint=self._profile.fingerprint,
             digest=block.digest,
-            handle="",  # The handle is the digest of a text, which is unknown here.
+            handle="",  # The handle is the digest of the text, which is unknown here.
             namespace=block.namespaces[0],
         )
 
@@ -163,28 +164,28 @@ class BlockSaver:
             self._count_failure(request_id, str(error))
             cause = error.__cause__
             reason = cause.strerror if isinstance(cause, OSError) else None
-            self._note_unsaved(request_id, reason or "the server's log says why")
+            self._note_unsaved(request_id, reason or "see the server's log")
             return
         self._counters.count("saved_blocks")
         self._counters.count("saved_bytes", stored.nbytes)
 
     def _count_failure(self, request_id: str, why: str) -> None:
         self._counters.count("save_failures")
-        logger.warning("The block of request %s is not saved: %s", request_id, why)
+        logger.warning("The block of request %s was not saved: %s", request_id, why)
 
     def _note_unsaved(self, request_id: str, why: str) -> None:
         with self._lock:
             self._unsaved[encode_name(request_id)] = why
 
     def _gathered(self, states: States) -> States | None:
-        """Gather the keys and values of all heads, by layer. Other ranks than the first return
-        None.
+        """Gather the keys and values of all heads, by layer. Returns None on all ranks but the
+        first.
         """
         group = get_tp_group()
         if group.world_size == 1:
             return states
         mine = torch.cat([state.reshape(-1) for layer in states for state in layer])
-        # vLLM's gather to one rank can hang on a CPU: the other ranks do not wait for it.
+        # vLLM's gather to one rank can hang on CPUs, because the other ranks do not wait for it.
         flat = group.all_gather(mine, dim=0)
         if group.rank_in_group:
             return None
@@ -194,7 +195,7 @@ class BlockSaver:
         shares = [Share.of(self._profile, rank, group.world_size) for rank in range(len(parts))]
         whole = []
         for place, shape in enumerate(shapes):
-            # With more ranks than heads, several ranks have the same head.
+            # If there are more ranks than heads, several ranks have the same head.
             by_heads = {
                 share.heads[place // 2].start: part[place].view(shape)
                 for share, part in zip(shares, parts, strict=True)
@@ -204,6 +205,6 @@ class BlockSaver:
 
 
 def _joined(parts: States) -> tuple[Tensor, Tensor]:
-    """Join the keys and values of consecutive tokens of each layer."""
+    """Concatenate the keys and values of consecutive tokens, by layer."""
     keys, values = (torch.cat(states, 1) for states in zip(*parts, strict=True))
     return keys, values

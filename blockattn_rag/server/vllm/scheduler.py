@@ -1,6 +1,6 @@
-"""Scheduler half of the connector, which plans loads into pages and saves from pages.
+"""Scheduler half of the connector, which plans loads to pages and saves from pages.
 
-The scheduler's thread serves every request, so this module never waits for a network or a disk.
+The scheduler's thread serves all requests, so this module never waits for the network or disk.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger("blockattn_rag")
 
 UNSAVED = "blockattn_unsaved"
-"""Field of ``kv_transfer_params``. In a request: the name of an encoding request. In its answer:
-the reason why that block could not be stored, or None."""
+"""Field of ``kv_transfer_params``. In a request: the name of an encoding request. In the answer:
+why that request's block could not be stored, or None."""
 
 GRAMMAR_FAILURE = "grammar_failure"
-"""Subfield of ``FIELD`` in an answer: why its grammar failed."""
+"""Subfield of ``FIELD`` in an answer: why the grammar failed."""
 
 _ENCODE = "blockattn-encode-"
 _MAX_UNSAVED = 1024
@@ -51,26 +51,27 @@ _ANSWERED = (
 
 
 def new_encode_name() -> str:
-    """Create a name for an encoding request that clients cannot guess."""
+    """Create an unguessable name for an encoding request."""
     return f"{_ENCODE}{uuid.uuid4().hex}"
 
 
 def encode_name(request_id: str) -> str:
-    """Name of an encoding request: its request id without the digits that vLLM appended."""
+    """Return an encoding request's name: the request id without the digits that vLLM appends."""
     return request_id[: len(_ENCODE) + 32]
 
 
-# Token ids can be decoded to text, so ``repr`` omits them: vLLM logs the orders of a failed step.
+# vLLM logs the orders of a failed step. ``repr`` omits token ids, which could be decoded to text.
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Order to fill the pages of a request with the keys and values of its context.
+    """Order to load a request's context blocks into its pages.
 
     Args:
         token_ids: Token ids of the complete prompt.
         pages: Page tables of the request.
-        computed: Context tokens that are already in the pages, which other requests may share.
+        computed: Number of context tokens that are already in pages, which other requests may
+            share.
     """
 
     request_id: str
@@ -82,9 +83,9 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Order to copy the tokens that an encoding request computes in this step from their pages.
+    """Order to copy the tokens that an encoding request computes in a step from their pages.
 
-    Later steps reuse the pages of tokens that leave a sliding window.
+    Copies are made after each step, because pages are reused once their tokens leave the window.
 
     Args:
         pages: Page tables of the request.
@@ -98,7 +99,7 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """Order to store the block that a finished request computed at the end of its prompt."""
+    """Order to save the block at the end of a finished encoding request's prompt."""
 
     request_id: str
     plan: BlockPlan
@@ -110,10 +111,9 @@ class Orders(KVConnectorMetadata):
     """Orders for the workers in one step.
 
     Args:
-        refused: Ids of requests that must fail. The reasons are already logged.
+        refused: Ids of requests that must fail. The reasons have already been logged.
         ended: Requests whose load has ended on all ranks, and whether to recompute their tokens.
-        is_idle: Whether the model computes nothing in this step, so that workers may wait for
-            loads.
+        is_idle: Whether the model does not run in this step, so that workers may wait for loads.
     """
 
     loads: list[Load] = field(default_factory=list)
@@ -126,10 +126,10 @@ class Orders(KVConnectorMetadata):
 
 @dataclass(slots=True)
 class _Request:
-    """State of a request in block mode.
+    """State of a block-mode request.
 
     Args:
-        unshared: The request, if it must not share pages because its tokens are recomputed.
+        unshared: The request, if it must not share pages because tokens are recomputed.
     """
 
     plan: BlockPlan | None
@@ -138,7 +138,7 @@ class _Request:
 
 
 class SchedulerSide:
-    """Tracks requests in block mode and writes the orders for the workers."""
+    """Tracks block-mode requests and creates the workers' orders."""
 
     def __init__(self, config: ServingConfig, profile: ModelProfile, ranks: int = 1) -> None:
         self._config = config
@@ -153,11 +153,11 @@ class SchedulerSide:
         self.stats = Counters()
 
     def add(self, request: Request) -> None:
-        """Register a new request and give it the cache salt of its plan.
+        """Register a new request and set the cache salt of its plan.
 
-        The keys and values of a token depend on the mode and on the blocks of a prompt. The salt
-        separates their pages in the prefix cache. A refused request fails when it is scheduled,
-        because vLLM expects no error here.
+        Keys and values depend on the mode and on the prompt's blocks, so the salt isolates their
+        pages in the prefix cache. A refused request fails when it is scheduled, because vLLM
+        expects no error here.
         """
         try:
             plan = parse_plan(
@@ -167,8 +167,8 @@ class SchedulerSide:
                 namespace=self._config.namespace,
             )
         except ProtocolError:
-            # The message may quote the request, which does not belong in a log.
-            self._refuse(request, "kv_transfer_params that an endpoint of this package refuses")
+            # The message is not logged, because it may quote the request.
+            self._refuse(request, "its kv_transfer_params are invalid")
             return
         if plan is None:
             if is_salt(request.cache_salt):
@@ -186,31 +186,32 @@ class SchedulerSide:
             return
         self._requests[request.request_id] = _Request(plan, all_local)
         if plan.op == "encode":
-            # Each token must be computed, because the cache may lack tokens outside a window.
+            # All tokens must be computed, because the cache may not have the tokens outside a
+            # window.
             request.skip_reading_prefix_cache = True
             self._encoding[request.request_id] = request
         _set_salt(request, salt(plan, self._profile, request.cache_salt))
 
     def _separate(self, request: Request, plan: BlockPlan) -> None:
-        """Exclude a request from the prefix cache, because its pages will contain tokens that are
-        recomputed for its question."""
+        """Exclude a request from the prefix cache, because its pages will contain tokens recomputed
+        for its question."""
         _set_salt(request, salt(plan, self._profile, secrets.token_hex()))
 
     def _refuse(self, request: Request, why: str) -> None:
-        logger.warning("Request %s is refused: %s", request.request_id, why)
+        logger.warning("Request %s was refused: %s", request.request_id, why)
         self._requests[request.request_id] = _Request(None, ServedBlocks(0, 0, 0))
         self.stats.count("refused")
         _set_salt(request, f"ba1-refused-{request.request_id}")
-        request.skip_reading_prefix_cache = False  # vLLM would skip `promised` otherwise.
+        request.skip_reading_prefix_cache = False  # Otherwise, vLLM would not call `promised`.
 
     def promised(self, request: Request, computed: int) -> tuple[int, bool]:
-        """Number of tokens to load after ``computed`` tokens, and whether the load is
+        """Return the number of tokens to load after ``computed``, and whether this is
         asynchronous."""
         known = self._requests.get(request.request_id)
         if known is None:
             return 0, False
         if known.plan is None:
-            # Nothing is loaded: vLLM then calls `allocated`, which fails the request.
+            # Makes vLLM call `allocated`, which fails the request. Nothing is loaded.
             return 1, True
         if known.plan.op == "encode":
             return 0, False
@@ -218,7 +219,7 @@ class SchedulerSide:
         return tokens, tokens > 0
 
     def allocated(self, request: Request, pages: KVCacheBlocks, tokens: int) -> None:
-        """Order the load of ``tokens`` tokens into pages. 0: vLLM computes the tokens itself."""
+        """Order a load of ``tokens`` tokens into pages. If 0, vLLM computes all tokens itself."""
         known = self._requests.get(request.request_id)
         if known is None or tokens == 0:
             return
@@ -231,7 +232,7 @@ class SchedulerSide:
         self._orders.loads.append(Load(request.request_id, known.plan, token_ids, tables, computed))
 
     def orders(self, step: SchedulerOutput) -> Orders:
-        """Orders for the workers in this step."""
+        """Create the workers' orders for this step."""
         orders, self._orders = self._orders, Orders()
         orders.is_idle = step.total_num_scheduled_tokens == 0
         for request_id in step.preempted_req_ids or ():
@@ -248,7 +249,7 @@ class SchedulerSide:
         return orders
 
     def take(self, output: KVConnectorOutput) -> None:
-        """Record the workers' reports on finished loads and on blocks that were not stored."""
+        """Process the workers' reports of finished loads and of blocks that were not stored."""
         if not isinstance(report := output.kv_connector_worker_meta, WorkerReport):
             return
         for request_id, fetch in report.fetches.items():
@@ -264,15 +265,15 @@ class SchedulerSide:
             if total.ranks < self._ranks:
                 self._ended[request_id] = total
             else:
-                # An aborted request needs no recomputed tokens, but has kept its pages until now.
+                # An aborted request needs no recomputation, but has kept its pages until now.
                 is_used = request_id in self._requests and not total.failures
                 self._orders.ended[request_id] = is_used
         self._unsaved.update(report.unsaved)
-        while len(self._unsaved) > _MAX_UNSAVED:  # These requests have ended long ago.
+        while len(self._unsaved) > _MAX_UNSAVED:  # The oldest requests ended long ago.
             self._unsaved.popitem(last=False)
 
     def finished(self, request: Request) -> dict[str, Any] | None:
-        """Process the end of a request. Returns the ``kv_transfer_params`` of its answer."""
+        """Process the end of a request. Returns the answer's ``kv_transfer_params``."""
         known = self._requests.pop(request.request_id, None)
         self._encoding.pop(request.request_id, None)
         name = (request.kv_transfer_params or {}).get(UNSAVED)
@@ -296,11 +297,11 @@ class SchedulerSide:
         token_ids = request.prompt_token_ids
         reason = None
         if token_ids is None or request.prompt_embeds is not None or request.mm_features:
-            reason = "the prompt does not consist of tokens alone"
+            reason = "the prompt contains inputs other than tokens"
         elif request.skip_reading_prefix_cache:
-            reason = "prompt_logprobs, or echo with logprobs, needs the complete prompt computed"
+            reason = "prompt_logprobs, or echo with logprobs, requires a complete prefill"
         elif request.resumable or request.sampling_params is None:
-            reason = "it does not ask for one answer to one prompt"
+            reason = "it is not a single prompt with a single answer"
         elif request.lora_request:
             reason = "blocks are encoded and read without any LoRA adapter"
         elif plan.op == "encode":
@@ -308,29 +309,29 @@ class SchedulerSide:
         if reason is not None:
             raise ProtocolError(f"Block mode is not possible for op={plan.op!r}: {reason}")
         if plan.op == "encode":
-            # This call checks the tokens before the block.
+            # Check the tokens before the block.
             block_keys(token_ids or (), plan, self._profile)
 
     def _why_not_kept(self, plan: BlockPlan) -> str | None:
-        """Why this server cannot keep a block to be encoded; None if it can."""
+        """Return why this server cannot keep an encoded block, or None if it can."""
         if plan.keep[0].is_stored:
             return "the server is read_only" if self._config.read_only else None
         has_room = plan.context_tokens <= self._config.private_tokens(self._profile)
-        return None if has_room else "private_memory has no room for it"
+        return None if has_room else "the block does not fit in private_memory"
 
 
 def _set_salt(request: Request, cache_salt: str | None) -> None:
-    """Change the salt of a request, and the page hashes that depend on it."""
+    """Set a request's salt, and update the page hashes that depend on it."""
     request.cache_salt = cache_salt
     request.block_hashes.clear()
     request.update_block_hashes()
 
 
 def _grammar_failure(request: Request) -> dict[str, Any] | None:
-    """``kv_transfer_params`` with the reason why a request's grammar failed; None if it did not.
+    """Return ``kv_transfer_params`` with the reason of a grammar failure, or None if there is none.
 
     After an error, llguidance's matcher allows only the end of the answer. Without this check, vLLM
-    would return the answer as complete.
+    would treat the answer as complete.
     """
     held = request.structured_output_request
     matcher = getattr(held and held.grammar, "ll_matcher", None)

@@ -1,4 +1,4 @@
-"""Service behind the routes, which encodes missing blocks and passes requests to vLLM."""
+"""Service behind the routes: encodes missing blocks, and passes requests to vLLM."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ if TYPE_CHECKING:
     from fastapi.datastructures import Headers
 
 Answer: TypeAlias = AsyncGenerator[str, None] | dict[str, Any] | ErrorResponse
-"""Events of a stream, a complete answer, or vLLM's error."""
+"""Event stream, complete answer, or vLLM's error."""
 
 MakePrompt = Callable[[Recognizer | None], BlockPrompt]
-"""Function that makes a prompt, with the passages that it recognizes."""
+"""Function that builds a prompt, using the recognizer if there is one."""
 
 Create = Callable[[Any, Any], Awaitable[Any]]
-"""Method of one of vLLM's handlers, which answers a body and its HTTP request."""
+"""Method of a vLLM handler that answers a body and its HTTP request."""
 
 _UNRECOGNIZED = (MissError, SegmentationError, ServingError, StoreError, RetryableRequestError)
-"""Errors after which a prompt is answered without recognition."""
+"""Errors after which a prompt is answered without recognition of passages."""
 
 
 class Service:
-    """Implementation of the endpoints of one server."""
+    """Implementation of a server's endpoints."""
 
     def __init__(
         self, engine_client: Any, state: Any, config: ServingConfig, profile: ModelProfile
@@ -83,13 +83,13 @@ class Service:
 
     @classmethod
     def of(cls, engine_client: Any, state: Any) -> Service:
-        """Create the service of a server from the options of its connector."""
+        """Create a server's service from its connector's options."""
         transfer = engine_client.vllm_config.kv_transfer_config
         if transfer is None or transfer.kv_connector != CONNECTOR:
             found = "none" if transfer is None else transfer.kv_connector
             raise ServingError(
-                f"The plugin blockattn needs the connector {CONNECTOR}, found {found}; set it in "
-                "--kv-transfer-config, or remove the plugin from VLLM_PLUGINS"
+                f"The blockattn plugin requires the connector {CONNECTOR}, found {found}; set it "
+                "in --kv-transfer-config, or remove the plugin from VLLM_PLUGINS"
             )
         config = ServingConfig.parse(transfer.kv_connector_extra_config)
         parallel = engine_client.vllm_config.parallel_config
@@ -97,16 +97,16 @@ class Service:
         engines = parallel.data_parallel_size_local if is_local else parallel.data_parallel_size
         if engines > 1 and config.private_bytes:
             raise ServingError(
-                f"This API server has {engines} engines (data parallelism), but a block that must "
-                "not be stored is in the memory of only one of them. Start an API server for each "
-                "engine (--data-parallel-external-lb), or set private_memory '0'"
+                f"This API server has {engines} engines (data parallelism), but a private block is "
+                "kept in the memory of only one of them. Start one API server per engine "
+                "(--data-parallel-external-lb), or set private_memory '0'"
             )
         model = engine_client.model_config
         profile, _ = config.profile_of(model.model, model.dtype, model.revision)
         return cls(engine_client, state, config, profile)
 
     def info(self, headers: Headers) -> ServerInfo:
-        """Describe this server to a tenant."""
+        """Return the server information for a tenant."""
         profile, config = self._profile, self._config
         return ServerInfo(
             fingerprint=profile.fingerprint,
@@ -140,7 +140,7 @@ class Service:
         )
 
     async def chat(self, body: ChatBody, request: Any, raw_request: Any) -> Answer:
-        """Answer a chat. vLLM answers chats without passages in full mode."""
+        """Answer a chat. Chats without passages are answered by vLLM in full mode."""
         tools = None
         if not body.not_text and request.tools:  # Many tools make a large grammar.
             tools = await asyncio.to_thread(
@@ -162,7 +162,7 @@ class Service:
         return await self._answer(body, make_prompt, create, request, raw_request, tools)
 
     async def complete(self, body: CompletionBody, request: Any, raw_request: Any) -> Answer:
-        """Answer a completion. Like ``chat``, for prompts that the client formatted."""
+        """Answer a completion. Like ``chat``, but the client has formatted the prompt."""
         make_prompt = partial(Prompts.completion, body)
         create = self._completions.create_completion
         return await self._answer(body, make_prompt, create, request, raw_request)
@@ -187,7 +187,7 @@ class Service:
             prompt = await asyncio.to_thread(render, self._recognizer(raw_request.headers))
             answer = await respond(prompt)
         except _UNRECOGNIZED as error:
-            # Recognition must not refuse a prompt that can be answered without it.
+            # Recognition must not cause an error for a prompt that can be answered without it.
             recognized = prompt
             prompt = await asyncio.to_thread(render, None) if must_render else None
             if recognized is not None and recognized == prompt:
@@ -204,9 +204,9 @@ class Service:
         tools: ServedTools | None,
         recognize: Recognizer | None,
     ) -> TokenPrompt | None:
-        """Convert a prompt to token ids. Returns None if vLLM renders the prompt.
+        """Convert a prompt to token ids, or return None to let vLLM render it.
 
-        vLLM renders prompts without passages, unless this package must render the tools.
+        vLLM renders prompts without passages, unless this package has to render the tools.
         """
         prompt = make_prompt(recognize)
         if tools is not None:
@@ -224,10 +224,10 @@ class Service:
         prompt: TokenPrompt | None,
         reason: str = "",
     ) -> Answer:
-        """Answer a request, with a report on its blocks. ``prompt``: None if vLLM renders it."""
+        """Answer a request, and add a reuse report. ``prompt`` is None if vLLM renders it."""
         report = ChatReport(prompt, self._profile.recipe, reason)
         headers, ticket = raw_request.headers, None
-        request = request.model_copy()  # If this fails, the original request can be tried again.
+        request = request.model_copy()  # The original can be retried.
         if prompt is None or not prompt.lengths:
             self._requests.full_mode(request, prompt, headers)
         else:
@@ -249,7 +249,7 @@ class Service:
         return data
 
     def _template_arguments(self, request: Any) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-        """The tools and variables that vLLM would render a chat with."""
+        """Return the tools and template variables that vLLM would render a chat with."""
         chats = self._chats
         is_without = request.tool_choice == "none" and chats.exclude_tools_when_tool_choice_none
         tools = [] if is_without else [tool.model_dump() for tool in request.tools or ()]
@@ -268,14 +268,14 @@ class Service:
         return lambda spans: known(marked_sources(spans))
 
     def _index(self, texts: Sequence[str], headers: Headers) -> None:
-        """Add stored passages to the index, in the background. Promoted passages are not stored
-        until they are first reused."""
+        """Add stored passages to the index in the background. Promoted passages are stored only
+        when they are first reused."""
         if self._indexing is not None:
             self._indexing.add(entries_of(texts), self._requests.namespace(headers))
 
     @cached_property
     def _prompts(self) -> Prompts:
-        """Renderer of prompts. Raises ServingError if the tokenizer is not the profile's."""
+        """Prompt renderer. Raises ServingError if the tokenizer does not match the profile."""
         try:
             model = self._model_config
             tokenizer = load_tokenizer(model.tokenizer, revision=model.tokenizer_revision)
@@ -286,7 +286,7 @@ class Service:
         prompts = Prompts(tokenizer, self._profile.promote)
         if prompts.fingerprint != self._profile.tokenizer:
             raise ServingError(
-                f"The server's tokenizer ({prompts.fingerprint[:12]}) differs from the profile's "
+                f"The server's tokenizer ({prompts.fingerprint[:12]}) does not match the profile's "
                 f"({self._profile.tokenizer[:12]}); remove --tokenizer"
             )
         return prompts
@@ -299,10 +299,10 @@ class Service:
 
 
 def _with_client(handler: Any, client: RetryingClient) -> Any:
-    """Copy one of vLLM's handlers with another engine client. None if there is no handler."""
+    """Copy a vLLM handler, with another engine client. None if there is no handler."""
     if handler is None:
         return None
     own = copy.copy(handler)
     own.engine_client = client
-    own.enable_prompt_tokens_details = True  # This option adds the field cached_tokens.
+    own.enable_prompt_tokens_details = True  # Adds the field cached_tokens to answers.
     return own

@@ -1,7 +1,7 @@
-"""Tool calls in the answers to OpenAI clients, parsed by token as in an engine.
+"""Tool calls in answers to OpenAI clients, parsed from tokens as in an engine.
 
-The mark of a call is a token of the model. The same characters, for example in a quoted passage,
-are text. vLLM's own parsers, which receive only text, would parse them as a call.
+Calls start with a special token of the model. The same characters in ordinary tokens, for example
+in a quoted passage, are text. vLLM's parsers, which receive only text, would parse them as a call.
 
 Importing this module does not load vLLM.
 """
@@ -26,10 +26,10 @@ from blockattn_rag.server.vllm.chat_report import edited_events
 
 
 class ServedTools:
-    """Tools of one chat, which change vLLM's request and put calls into its answer.
+    """Tools of one chat: adapts vLLM's request, and adds the calls to its answer.
 
     Answers are decoded from their token ids, as in an engine, because vLLM's text may be cut at
-    stop strings or lack control tokens. Thoughts become the answer's field ``reasoning``.
+    stop strings or omit control tokens. Thoughts are returned in the answer's field ``reasoning``.
     """
 
     def __init__(self, use: ToolUse, tokenizer: Any, request: Any) -> None:
@@ -42,14 +42,14 @@ class ServedTools:
         self._stop = (stop,) if isinstance(stop, str) else tuple(stop)
         self._prompt = BlockPrompt((), "?")
         self.options = use.engine_options(tokenizer, requested)
-        """Grammar of the answer: ``response_format`` and ``structured_outputs``."""
+        """Options with the answer's grammar: ``response_format`` and ``structured_outputs``."""
         self.has_own_grammar = self.options != requested
-        """Whether the tools changed the grammar of the request."""
+        """Whether the tools changed the request's grammar."""
 
     @classmethod
     def of(cls, request: Any, tokenizer: Any) -> ServedTools | None:
-        """Tools of vLLM's chat request. None: the chat has no tools, or their form is unknown, so
-        vLLM's own parser is used.
+        """Create the tools of a chat request. None if the chat has no tools, or their format is
+        unknown: vLLM's own parser is then used.
         """
         if not request.tools or tool_template(tokenizer) is None:
             return None
@@ -66,11 +66,11 @@ class ServedTools:
             raise ProtocolError(str(error)) from error
 
     def begin(self, prompt: BlockPrompt) -> None:
-        """Record the rendered prompt, which may open the answer's thoughts."""
+        """Record the rendered prompt, which may end with the start of the answer's thoughts."""
         self._prompt = prompt
 
     def answer(self, data: dict[str, Any]) -> None:
-        """Put the calls into a complete answer, a JSON object."""
+        """Add the calls to a complete answer, a JSON object."""
         for choice in data["choices"]:
             output = self._output()
             first = output.push(choice.get("token_ids") or ())
@@ -83,7 +83,7 @@ class ServedTools:
         self._drop_ids(data)
 
     def events(self, events: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
-        """Convert a stream. Text is sent up to the first call, and calls at the end."""
+        """Convert a stream. Text is sent until the first call, and calls are sent at the end."""
         outputs: dict[int, _Output] = {}
 
         def edit(data: dict[str, Any]) -> None:
@@ -121,7 +121,7 @@ class ServedTools:
         return (thoughts or None) if self._shows_thoughts else None
 
     def _drop_ids(self, data: dict[str, Any]) -> None:
-        """Remove token ids that the client did not ask for."""
+        """Remove token ids that the client did not request."""
         if not self._returns_ids:
             data.pop("prompt_token_ids", None)
             for choice in data.get("choices", ()):
@@ -129,14 +129,14 @@ class ServedTools:
 
 
 class _Output:
-    """Output of one choice, which decodes its tokens and splits the text."""
+    """Decoder for the output of one choice, which separates thoughts, text and calls."""
 
     def __init__(self, detokenizer: Detokenizer, reader: AnswerReader) -> None:
         self._detokenizer = detokenizer
         self._reader = reader
 
     def push(self, ids: Iterable[int]) -> Said:
-        """Add tokens. Returns thoughts and text that can be shown now."""
+        """Add tokens. Returns thoughts and text that can be sent now."""
         new = [*ids]
         return self._reader.push("".join(map(self._detokenizer.push, new)), new)
 
@@ -152,7 +152,7 @@ def _end(choice: dict[str, Any], has_calls: bool) -> None:
 
 
 def _invalid(read: ReadAnswer) -> str:
-    """Text of invalid calls, unchanged, because clients cannot receive them otherwise."""
+    """Return the unchanged text of invalid calls, which clients can receive only as text."""
     return "".join(f"\n{call.text}" for call in read.invalid)
 
 

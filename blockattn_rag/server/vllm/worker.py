@@ -1,4 +1,4 @@
-"""Worker half of the connector, which loads blocks into pages and saves blocks from pages."""
+"""Worker half of the connector, which loads blocks to pages and saves blocks from pages."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ logger = logging.getLogger("blockattn_rag")
 _NAP_S = 0.002
 
 _PAUSE_S = 0.5
-"""Seconds to skip a tier after repeated failures. The pause is short, because requests whose blocks
-are only in that tier fail meanwhile."""
+"""Seconds to skip a tier after repeated failures. Short, because requests whose blocks are only in
+that tier fail in the meantime."""
 
 
 @dataclass(slots=True)
 class Done:
-    """Ids of requests whose blocks were loaded in a step. vLLM expects failed requests in
-    ``loaded``, too."""
+    """Ids of requests whose loads completed in a step. vLLM expects failed requests in ``loaded``,
+    too."""
 
     loaded: set[str] = field(default_factory=set)
     failed: set[str] = field(default_factory=set)
@@ -61,10 +61,10 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class _Loaded:
-    """Ended load of this rank, which waits for the other ranks before tokens are recomputed.
+    """Finished load of this rank, waiting for other ranks before tokens are recomputed.
 
     Args:
-        order: Order of the load. None: it failed.
+        order: Order of the load, or None if it failed.
     """
 
     order: Load | None
@@ -74,7 +74,7 @@ class _Loaded:
 
 @dataclass(frozen=True, slots=True)
 class _Loading:
-    """Running load, and the blocks with tokens that are not in the pages yet."""
+    """Running load, with the blocks that have tokens to write to pages."""
 
     order: Load
     wanted: Sequence[BlockId]
@@ -83,9 +83,9 @@ class _Loading:
 
 
 class WorkerSide:
-    """Loads and saves of one rank.
+    """Executes loads and saves on one rank.
 
-    Only the worker's own thread accesses pages, between its steps. Other threads read and write
+    Only the worker's main thread accesses pages, between its steps. Other threads read and write
     stores.
     """
 
@@ -119,7 +119,7 @@ class WorkerSide:
             for name, layer in layers.items()
             if getattr(layer, "kv_sharing_target_layer_name", None) is None
         }
-        # Draft layers of speculative decoding follow the layers of the model.
+        # Draft layers of speculative decoding come after the model's layers.
         indices = sorted(index for index in by_index if index < profile.hidden_layers)
         pipe, group = get_pp_group(), get_tp_group()
         own = _own_layers(indices, pipe.world_size, profile)
@@ -144,7 +144,7 @@ class WorkerSide:
         home = open_store(config.store)
         tiers = config.nearer_tiers(profile, share)
         self._store = TieredStore(*tiers, open_share(home, share, profile), pause_s=_PAUSE_S)
-        # Each rank keeps the same number of tokens, so that all ranks evict the same blocks.
+        # All ranks keep the same number of tokens, so that they evict the same blocks.
         private_bytes = config.private_tokens(profile) * share.bytes_per_token(profile)
         kept = MemoryStore(max(private_bytes, 1), on_host=True)
         self._loader = BlockLoader(self._store, profile, share, config.load_deadline_s, kept=kept)
@@ -155,11 +155,11 @@ class WorkerSide:
             )
 
     def execute(self, orders: Orders) -> None:
-        """Start the loads of a step, and copy the blocks to be saved from their pages."""
+        """Execute a step's orders: save blocks, and start loads."""
         for request_id in orders.refused:
             self._fail(request_id)
         for save in orders.saves:
-            # Saves come before loads, which may need a block that stays in memory.
+            # Saves come first, because loads may need a block that is kept in memory.
             self._encoder.save(save)
         for request_id, is_used in orders.ended.items():
             self._recompute(request_id, is_used=is_used)
@@ -170,19 +170,18 @@ class WorkerSide:
             wait(futures, _NAP_S, FIRST_COMPLETED)
 
     def copy(self, orders: Orders) -> None:
-        """Copy the keys and values that encoding requests computed in a step, after the model
-        ran."""
+        """After the model has run, copy the keys and values computed for encoding requests."""
         for copy in orders.copies:
             self._encoder.copy(copy)
 
     def done(self, ended: Iterable[str] = ()) -> Done:
-        """End a step: write loaded blocks to pages.
+        """Finish a step by writing loaded blocks to pages.
 
         Args:
-            ended: Ids of requests that ended.
+            ended: Ids of requests that have ended.
 
         Returns:
-            The requests completed since the last call.
+            Requests whose loads completed since the last call.
         """
         if self._pages and self._saver is not None:
             self._saver.forget(ended)
@@ -192,7 +191,7 @@ class WorkerSide:
         return done
 
     def report(self) -> WorkerReport | None:
-        """Report on the steps since the last call. None: nothing happened."""
+        """Return a report of the steps since the last call. None if there is nothing to report."""
         unsaved = self._saver.unsaved() if self._pages and self._saver is not None else {}
         if not self._fetches and not unsaved and not self._ended:
             return None
@@ -201,14 +200,14 @@ class WorkerSide:
         return WorkerReport(fetches, unsaved, ended)
 
     def counted(self) -> ServingStats | None:
-        """Counts since the last call. None: nothing was counted."""
+        """Return and reset the counts since the last call. None if there are none."""
         if self._pages:
             before, self._loaded = self._loaded, self._loader.stats()
             count_loads(self.stats, before, self._loaded, self._config.tier_names)
         return self.stats.taken()
 
     def close(self) -> None:
-        """Write the queued blocks, and end the threads."""
+        """Write the queued blocks, and stop the threads."""
         if self._pages:
             if self._saver is not None:
                 self._saver.close()
@@ -222,13 +221,13 @@ class WorkerSide:
         self._loading[load.request_id] = _Loading(load, missing, self._loader.start(missing), began)
 
     def _finish(self, loading: _Loading) -> None:
-        """Write the blocks of a completed load to their pages, or fail the request."""
+        """Write the blocks of a completed load to pages, or fail the request."""
         request_id, order = loading.order.request_id, loading.order
         recomputes = self._profile.recomputed_tokens(order.plan) > 0
         try:
             blocks = loading.blocks.result()
         except LoadError as error:
-            logger.warning("Request %s fails: %s", request_id, error)
+            logger.warning("Request %s failed: %s", request_id, error)
             if recomputes:
                 self._end(request_id, _Loaded(None, 0, loading.since))
             else:
@@ -244,12 +243,12 @@ class WorkerSide:
         self._done.loaded.add(request_id)
 
     def _end(self, request_id: str, loaded: _Loaded) -> None:
-        """Report the end of a load to the scheduler, which then orders ``_recompute``."""
+        """Report the end of a load to the scheduler, which then orders the recomputation."""
         self._waiting[request_id] = loaded
         self._ended[request_id] = Ended(1, int(loaded.order is None))
 
     def _recompute(self, request_id: str, *, is_used: bool) -> None:
-        """Complete a request whose load has ended on all ranks: recompute its tokens."""
+        """Recompute the tokens of a request whose load has ended on all ranks."""
         loaded = self._waiting.pop(request_id)
         if loaded.order is None:
             self._fail(request_id)
@@ -260,7 +259,7 @@ class WorkerSide:
         plan = loaded.order.plan
         chosen = self._recomputer.recompute(
             loaded.order.token_ids,
-            # The only group, because no layer has a window.
+            # There is only one group, because no layer has a window.
             self._pages[0].group.slots(
                 loaded.order.pages, range(plan.context_tokens), self._pages[0].device
             ),
@@ -274,8 +273,8 @@ class WorkerSide:
         self._fetches[request_id] = Fetch(seconds, loaded.int8_blocks, recomputed)
 
     def _write(self, order: Load, wanted: Sequence[BlockId], blocks: Sequence[BlockKV]) -> None:
-        """Write blocks to the slots after the computed tokens. Pages of computed tokens are not
-        written, because other requests may share them."""
+        """Write blocks to the slots after the computed tokens, whose pages other requests may
+        share."""
         device = self._pages[0].device
         placed = [
             PlacedBlock(_on(device, kv), one.start, one.start)
@@ -288,7 +287,7 @@ class WorkerSide:
                 continue
             slots = group.slots(order.pages, tokens, device)
             read = [block for block in placed if block.start + block.kv.num_tokens > start]
-            skipped = start - read[0].start  # Tokens of the first block that are already computed.
+            skipped = start - read[0].start  # Tokens of the first block that are already in pages.
             angles: Angles = {}
             for index, pages in enumerate(self._pages):
                 if pages.group == group:
@@ -299,7 +298,7 @@ class WorkerSide:
     @property
     def _encoder(self) -> BlockSaver:
         if self._saver is None:
-            raise ServingError("This server encodes nothing, but was asked to save a block")
+            raise ServingError("Cannot save a block, because this server does not encode blocks")
         return self._saver
 
     def _fail(self, request_id: str) -> None:
@@ -308,8 +307,8 @@ class WorkerSide:
 
 
 def _on(device: torch.device, kv: BlockKV) -> BlockKV:
-    """Copy a block to the device of the pages. A copy to a GPU runs after the worker's other GPU
-    work, and does not block the thread."""
+    """Copy a block to the pages' device. Copies to a GPU are queued after the worker's other GPU
+    work, and do not block the thread."""
     if kv.device == device:
         return kv
     layers = [kv.tensors(layer) for layer in range(kv.num_layers)]
@@ -317,8 +316,8 @@ def _on(device: torch.device, kv: BlockKV) -> BlockKV:
 
 
 def _own_layers(indices: Sequence[int], ranks: int, profile: ModelProfile) -> range:
-    """Layers of the profile on a pipeline-parallel rank, from the indices of the layers of the
-    model that have pages. Without pipeline parallelism: all layers."""
+    """Map the indices of the model's layers that have pages on this pipeline-parallel rank to a
+    range of the profile's layers. Without pipeline parallelism: all layers."""
     expected = [layer.index for layer in profile.layers]
     own = range(len(expected))
     if ranks > 1 and indices and indices[0] in expected:
@@ -327,26 +326,26 @@ def _own_layers(indices: Sequence[int], ranks: int, profile: ModelProfile) -> ra
     if not indices or expected[own.start : own.stop] != list(indices):
         raise ServingError(
             f"vLLM stores keys and values of layers {list(indices)}, but {profile.name} has them "
-            f"in layers {expected}; report the model"
+            f"in layers {expected}; report this model"
         )
     return own
 
 
 def _check_stores_latents(place: int, layer: Any, profile: ModelProfile) -> None:
-    """Raise ServingError for latent attention that vLLM runs as attention over all heads."""
+    """Raise ServingError if vLLM runs latent attention as ordinary multi-head attention."""
     described = profile.layers[place]
     if described.is_latent and getattr(layer, "kv_lora_rank", None) is None:
         raise ServingError(
             f"Layer {described.index} of {profile.name} has latent attention (MLA), but vLLM "
-            "stores keys and values of all heads. Unset VLLM_MLA_DISABLE if it is set; otherwise "
-            "vLLM has no latent attention for this model: use it in process"
+            "stores keys and values of all heads. Unset VLLM_MLA_DISABLE; if it is not set, vLLM "
+            "does not support latent attention for this model: use it in process"
         )
 
 
 def _check_layer(
     place: int, pages: LayerPages, layer: Any, share: Share, profile: ModelProfile
 ) -> None:
-    """Raise ServingError for a layer whose pages differ from the profile."""
+    """Raise ServingError if a layer's pages do not match the profile."""
     described, heads = profile.layers[place], share.heads[share.layers.index(place)]
     expected = (len(heads), described.key_size, described.value_size)
     if pages.sizes != expected:
@@ -356,6 +355,6 @@ def _check_layer(
         )
     if not hasattr(layer.impl, "do_kv_cache_update"):
         raise ServingError(
-            f"{type(layer.impl).__name__} writes pages only as part of attention, so blocks cannot "
-            "be loaded; use another attention backend (VLLM_ATTENTION_BACKEND)"
+            f"Blocks cannot be loaded, because {type(layer.impl).__name__} writes pages only "
+            "during attention; use another attention backend (VLLM_ATTENTION_BACKEND)"
         )

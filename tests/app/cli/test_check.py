@@ -39,7 +39,7 @@ def test_check_accepts_a_recipe(
     nowhere = cli("check", model, "--recipe", "nowhere")
     assert (nowhere.status, "Found no recipe at nowhere" in nowhere.stderr) == (1, True)
     server = cli("check", "--recipe", "bos", "--server", "http://127.0.0.1:9")
-    assert (server.status, "--recipe needs a MODEL" in server.stderr) == (2, True)
+    assert (server.status, "--recipe requires MODEL" in server.stderr) == (2, True)
 
 
 def test_failed_row_exits_1(cli: Command, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,7 +58,7 @@ def test_a_server_is_checked_in_both_modes(cli: Command, server: FakeServer) -> 
     assert output.status == 0, output.stderr
     assert output.stdout.startswith(server.url)
     assert "block mode answers" in output.stdout
-    assert "answers in block mode as it should; not block-fine-tuned" in output.stdout
+    assert "works correctly in block mode; not block-fine-tuned" in output.stdout
     report = cli("check", "--server", server.url, "--json").json
     assert (report["server"], report["passed"]) == (server.url, True)
     for mode in ("block", "full"):
@@ -70,7 +70,7 @@ def test_a_server_with_wrong_answers_exits_1(cli: Command, server: FakeServer) -
     server.report = {"misses": 1}
     output = cli("check", "--server", server.url)
     assert output.status == 1
-    assert "does NOT answer in block mode as it should" in output.stdout
+    assert "does NOT work correctly in block mode" in output.stdout
 
 
 def test_a_read_only_server_is_checked_in_full_mode(
@@ -86,8 +86,8 @@ def test_a_read_only_server_is_checked_in_full_mode(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "Expected a MODEL, or the address of a --server; found neither"),
-        (("bundled", "--server", "http://gpu"), "or the address of a --server; found both"),
+        ((), "Expected either MODEL or --server; found neither"),
+        (("bundled", "--server", "http://gpu"), "Expected either MODEL or --server; found both"),
         (("--server", "http://127.0.0.1:9"), "Cannot reach http://127"),
     ],
 )

@@ -127,8 +127,8 @@ def test_passages_encoded_by_block_mode_are_reported(cli: Command, database: Pat
     for entry in (database / "kv").rglob("*.safetensors"):
         entry.unlink()
     shown = cli(*command(database, "--compare")).stdout
-    assert "Block mode had to compute 1 block of the prompt; ask again" in shown
-    assert "had to compute" not in cli(*command(database, "--compare")).stdout
+    assert "Block mode had to encode 1 block of the prompt; ask again" in shown
+    assert "had to encode" not in cli(*command(database, "--compare")).stdout
 
 
 def test_a_repeated_question_is_answered_again(cli: Command, filled: Path) -> None:
@@ -142,4 +142,4 @@ def test_a_repeated_question_is_answered_again(cli: Command, filled: Path) -> No
 def test_compare_and_mode_are_mutually_exclusive(cli: Command, database: Path) -> None:
     output = cli(*command(database, "--compare", "--mode", "full"))
     assert output.status == 2
-    assert "leave out --mode" in output.stderr
+    assert "remove --mode" in output.stderr

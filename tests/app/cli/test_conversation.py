@@ -91,7 +91,7 @@ def test_stop_adds_no_turn(typed: Callable[..., None], capsys: pytest.CaptureFix
     out, err = output_of(answering, capsys)
     assert answering.asked[1] == ("Is that high?", [])
     assert "begun ... [stopped]" in out
-    assert "Ctrl-D leaves" in err
+    assert "Ctrl-D exits" in err
 
 
 def test_a_conversation_continues_after_invalid_bytes(
@@ -100,7 +100,7 @@ def test_a_conversation_continues_after_invalid_bytes(
     answering = Answering("Yes.")
     typed(UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte"), "How high?")
     out, err = output_of(answering, capsys)
-    assert "not valid utf-8, the terminal's encoding; type it again" in err
+    assert "not valid utf-8 (the terminal's encoding); type it again" in err
     assert "begun Yes." in out
 
 
@@ -181,7 +181,7 @@ def test_terminal_stays_open(terminal: tuple[int, BaseProcess]) -> None:
             seen += os.read(ours, 1 << 16)
         seen = seen.partition(text)[2]
 
-    wait_for(b"Ctrl-D leaves")
+    wait_for(b"Ctrl-D exits")
     for question in (b"How high is it?", b"And how old?"):
         wait_for(b"> ")
         os.write(ours, question + b"\n")

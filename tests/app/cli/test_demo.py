@@ -144,13 +144,13 @@ def test_a_database_with_other_documents_is_refused(
     before = (db / "blockattn.json").read_bytes()
     refused = cli("demo", "--db", db, "--model", model)
     assert refused.status == 1
-    assert "is a database with other documents than the demo's" in refused.stderr
+    assert "is a database with documents other than the demo's" in refused.stderr
     assert (db / "blockattn.json").read_bytes() == before
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [(["--json"], "leave out --json"), (["--db", "x", "--store", "y"], "leave out --store")],
+    [(["--json"], "remove --json"), (["--db", "x", "--store", "y"], "remove --store")],
 )
 def test_web_refuses_other_options(cli: Command, options: list[str], message: str) -> None:
     output = cli("demo", "--web", *options)

@@ -255,7 +255,7 @@ def test_asking_with_another_model_logs_a_warning(
     command = ("ask", "How?", "--db", database, "--max-new-tokens", 2, "--json", "--model", other)
     output = cli(*command)
     assert output.json["misses"] == 1
-    assert "passages are computed when first used" in output.stderr
+    assert "passages will be encoded again on first use" in output.stderr
     assert cli(*command).json["misses"] == 0
 
 
@@ -265,7 +265,7 @@ def test_ingesting_with_another_model_is_refused(
     output = cli("ingest", documents, "--db", database, "--model", "bundled")
     assert output.status == 1
     assert output.stderr.startswith(f"error: {database} has passages encoded by {model}, found ")
-    assert "leave out --model, or ingest into a new folder" in output.stderr
+    assert "remove --model, or ingest into a new folder" in output.stderr
     assert cli("ingest", documents, "--db", database, "--model", model).status == 0
 
 

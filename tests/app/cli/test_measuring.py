@@ -131,8 +131,8 @@ def test_eval_recommends_a_recipe_for_a_database(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--db", "mydb"), "--db and --questions need each other"),
-        (("--questions", "q.jsonl"), "--db and --questions need each other"),
+        (("--db", "mydb"), "--db and --questions must be used together"),
+        (("--questions", "q.jsonl"), "--db and --questions must be used together"),
         (("--db", "mydb", "--questions", "q.jsonl", "--recipes", "fast"), "pass only --questions"),
         ((), "Expected --model NAME, or --db FOLDER"),
     ],
@@ -180,7 +180,7 @@ def test_plan_estimates_int8(cli: Command) -> None:
     assert shown["passage_bytes"] < 0.53 * (64 << 20)
     table = cli(*command, "--kv-dtype", "int8").stdout
     assert "blocks in int8" in table
-    assert "MiB/s, reading a store is slower than computing" in table
+    assert "MiB/s, reading from a store is slower than a full prefill" in table
     assert cli(*command, "--kv-dtype", "int4").status == 2
 
 
@@ -204,9 +204,9 @@ PLAN = ("plan", "--model", "8b", "--tflops", 1)
 @pytest.mark.parametrize(
     ("command", "options", "message"),
     [
-        (EVAL, (), "Expected --data FILE or --log FILE"),
-        (EVAL, ("--data", "d", "--log", "l"), "Expected --data FILE or --log FILE"),
-        (EVAL, ("--log", "l", "--closed-book"), "--closed-book needs --data"),
+        (EVAL, (), "Expected either --data FILE or --log FILE"),
+        (EVAL, ("--data", "d", "--log", "l"), "Expected either --data FILE or --log FILE"),
+        (EVAL, ("--log", "l", "--closed-book"), "--closed-book requires --data"),
         (PLAN, (), "Missing option '--passages'"),
         (PLAN, ("--passages", 0), "greater than or equal to 1"),
         (PLAN, ("--passages", 3, "--tflops", 0), "Found 0, expected above 0"),

@@ -53,11 +53,11 @@ def test_a_repaired_database_is_queried_with_its_recipe(
     output = cli("repair", "--db", db, "--questions", questions)
     assert output.status == 0, output.stderr
     written, kept, divergence, agreement, right, use = output.stdout.splitlines()
-    assert kept.startswith("Of full mode's answers, 95 % are to be kept: ")
+    assert kept.startswith("Target: keep 95 % of full mode's answers. Kept: ")
     recipe = Recipe.load(db / "recipe")
     assert written.startswith(f"Recipe {recipe} written to {db / 'recipe'} in ")
     assert divergence.startswith("Divergence from full mode (KL), 3 held-out questions: 0.")
-    assert agreement.startswith("Tokens that full mode would choose too: ")
+    assert agreement.startswith("Token agreement with full mode: ")
     assert right.startswith("Right answers: full ")
     assert use == "2 of 2 passages re-encoded. `ask` now uses it."
     # Without a terminal, one line is printed when a stage starts.
@@ -119,11 +119,15 @@ def test_repairs_a_model(cli: Command, model: Path, questions: Path, tmp_path: P
     [
         ((), 2, "Expected --db FOLDER, or --model NAME with --passages FILE"),
         (("--model", "MODEL"), 2, "Expected --db FOLDER, or --model NAME with --passages FILE"),
-        (("--db", "db", "--passages", "p.jsonl"), 2, "Found --db and --passages"),
+        (
+            ("--db", "db", "--passages", "p.jsonl"),
+            2,
+            "Expected either --db or --passages, found both",
+        ),
         (("--db", "nowhere"), 1, "nowhere is not a database"),
-        (("--questions", "q.jsonl", "--model", "MODEL"), 1, "line 1: Found a question without"),
-        (("--passages", "none.jsonl", "--model", "MODEL"), 1, "Found no file none.jsonl"),
-        (("--passages", "p.jsonl", "--model", "MODEL"), 1, "wrote no question about any of 6"),
+        (("--questions", "q.jsonl", "--model", "MODEL"), 1, "line 1: A question has no"),
+        (("--passages", "none.jsonl", "--model", "MODEL"), 1, "No such file none.jsonl"),
+        (("--passages", "p.jsonl", "--model", "MODEL"), 1, "generated no usable question from 6 "),
     ],
 )
 def test_impossible_requests_are_reported_in_one_line(

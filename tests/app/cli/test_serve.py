@@ -75,7 +75,7 @@ def test_a_served_model_is_checked_and_stopped_by_a_signal(
     assert address == f"{model} is served at http://127.0.0.1:{port}\n"
     assert curl.startswith(f'curl http://127.0.0.1:{port}{OPENAI}/chat/completions -H "Auth')
     assert "the log of the fake" in errors
-    assert "The server answers as it should" in errors
+    assert "The server works correctly" in errors
     assert "the-secret" not in errors + address + curl
     told = vllm.told()
     assert dict(itertools.pairwise(told["options"]))["--allowed-origins"] == "[]"
@@ -98,7 +98,7 @@ def test_a_server_with_wrong_answers_is_stopped(
     output = cli("serve", model, "--store", tmp_path / "kv", "--port", port)
     assert output.status == 1
     assert "NO" in output.stderr
-    assert "The server does not answer as it should, and is stopped" in output.stderr
+    assert "The server did not pass its checks; it will be stopped" in output.stderr
     vllm.assert_ended()
 
 
@@ -112,7 +112,7 @@ def test_a_database_is_served_with_its_settings(
     manifest.write_text(json.dumps({**fields, "namespace": "team", "kv_dtype": "int8"}))
     output = cli("serve", "--db", database, "--port", port, "--sources", "--", "--die", "now")
     assert output.status == 1
-    assert "vLLM ended with status 3 before it was ready: ServingError: the cause" in output.stderr
+    assert "vLLM exited with status 3 before it was ready: ServingError: the cause" in output.stderr
     options = vllm.told()["options"]
     found = dict(itertools.pairwise(options))
     extra = "--kv-transfer-config.kv_connector_extra_config"
@@ -128,9 +128,9 @@ def test_a_database_is_served_with_its_settings(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "Expected a MODEL and a --store, or a database as --db"),
-        (("bundled", "--store", "memory:"), "A store in memory is lost"),
-        (("--db", "{database}", "--dtype", "float32"), "A database has its own model, store"),
+        ((), "Expected a MODEL and a --store, or a database (--db)"),
+        (("bundled", "--store", "memory:"), "An in-memory store is lost"),
+        (("--db", "{database}", "--dtype", "float32"), "A database already has a model, store"),
         (("--db", "nowhere"), "nowhere is not a database"),
         (("bundled", "--store", "kv", "--", "--port", "1"), "pass --port before --"),
         (("bundled", "--store", "kv", "--port", "{port}"), "in use; choose another"),

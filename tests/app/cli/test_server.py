@@ -91,10 +91,10 @@ def test_a_recipe_that_differs_from_the_servers_is_refused(
     assert cli(*asking).status == 0  # with the recipe of the server
     output = cli(*asking, "--recipe", recipe)
     assert output.status == 1
-    assert "has its own, none; leave the recipe out" in " ".join(output.stderr.split())
+    assert "already has one, none; remove the recipe" in " ".join(output.stderr.split())
     output = cli(*asking, "--recipe", "bos")
     assert output.status == 1
-    assert "Found the recipe 'bos'" in output.stderr
+    assert "Cannot use the recipe 'bos'" in output.stderr
 
 
 @pytest.mark.parametrize(
@@ -139,4 +139,4 @@ def test_repair_needs_a_local_model(cli: Command, database: Path, server: FakeSe
     path.write_text(json.dumps({**json.loads(path.read_text()), "servers": [server.url]}))
     output = cli("repair", "--db", database)
     assert output.status == 1
-    assert "needs the model in this process: pass a model with --model" in output.stderr
+    assert "requires a model in this process: pass --model" in output.stderr

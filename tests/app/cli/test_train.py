@@ -103,7 +103,7 @@ def test_every_option_reaches_the_config(cli: Command, runs: list[FinetuneConfig
 @pytest.mark.parametrize(
     ("options", "status", "message"),
     [
-        (("--learning-rate", 0), 1, "Found learning_rate 0.0, expected above 0"),
+        (("--learning-rate", 0), 1, "Invalid learning_rate 0.0: expected above 0"),
         (("--batch-size", 0), 2, "--batch-size"),
     ],
 )

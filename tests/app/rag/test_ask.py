@@ -65,7 +65,7 @@ def ingested(model: Path, documents: Path, folder: Path) -> Database:
 
 def test_question_must_be_valid_text(model: Path, documents: Path, tmp_path: Path) -> None:
     assistant = Assistant(ingested(model, documents, tmp_path / "db"), max_new_tokens=2, top_k=1)
-    with pytest.raises(ValueError, match="invalid UTF-8 after 2 characters"):
+    with pytest.raises(ValueError, match="Invalid UTF-8 in the question, after 2 characters"):
         assistant.ask("a \udcff?")
 
 

@@ -75,17 +75,17 @@ def test_a_database_runs_with_the_settings_of_its_ingestion(
     assert str(created.engine.recipe) == created.manifest.stock == STOCK
     caplog.clear()
     assert str(Database.open(tmp_path).engine.recipe) == STOCK
-    assert "keeps it" not in caplog.text
+    assert "continues to use it" not in caplog.text
     path = tmp_path / MANIFEST
     fields = json.loads(path.read_text())
     del fields["stock"]  # which earlier versions did not write
     path.write_text(json.dumps(fields))
     found = Database.open(tmp_path)
     assert (str(found.engine.recipe), found.manifest.stock) == ("head:4", "head:4")
-    assert f"the recipe head:4, and keeps it; new databases use {STOCK}" in caplog.text
+    assert f"the recipe head:4, and continues to use it; new databases use {STOCK}" in caplog.text
     caplog.clear()
     assert str(Database.open(tmp_path, recipe="none").engine.recipe) == "none"
-    assert "keeps it" not in caplog.text
+    assert "continues to use it" not in caplog.text
     path.write_text(json.dumps(fields | {"stock": "my-recipe"}))
     with pytest.raises(
         DatabaseError, match=r"damaged \(Found stock 'my-recipe', expected settings"

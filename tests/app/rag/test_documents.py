@@ -122,7 +122,7 @@ def test_inaccessible_folders_are_reported_and_the_others_are_read(
         assert dict(loaded.inaccessible) == dict.fromkeys(
             (more, unlisted), "cannot be opened (Permission denied)"
         )
-    with pytest.raises(UnreadableFileError, match=r"no readable document .*more: cannot be opened"):
+    with pytest.raises(UnreadableFileError, match=r"No readable document .*more: cannot be opened"):
         load_documents([more])
 
 
@@ -153,7 +153,7 @@ def test_byte_order_marks_are_removed(tmp_path: Path, name: str) -> None:
 
 def test_folder_without_text_is_an_error(documents: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UnreadableFileError, match="no readable document"):
+    with pytest.raises(UnreadableFileError, match="No readable document"):
         load_documents([tmp_path / "empty"])
     found = load_documents([documents], exclude=documents / "more").documents
     assert [Path(d.metadata["source"]).name for d in found] == ["tower.txt"]
@@ -199,6 +199,6 @@ def test_a_folder_of_unreadable_files_raises_the_reason(documents: Path) -> None
     (documents / "tower.txt").unlink()
     (documents / "more" / "river.md").unlink()
     with pytest.raises(
-        UnreadableFileError, match=r"no readable document .*picture\.raw: is binary"
+        UnreadableFileError, match=r"No readable document .*picture\.raw: is binary"
     ):
         load_documents([documents])

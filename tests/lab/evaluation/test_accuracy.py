@@ -144,7 +144,7 @@ def test_records_of_other_samples_with_the_same_ids_are_refused(tmp_path: Path, 
     kept = path.read_bytes()
     changed = [data[0], replace(data[1], **{key: getattr(data[2], key)}), data[2]]
     for recipes in ((), ("none",)):
-        with pytest.raises(DataError, match="other passages, under the ids q2"):
+        with pytest.raises(DataError, match="or passages under the ids q2"):
             run(FakeEngine({}), changed, recipes, records_path=path)
     assert path.read_bytes() == kept
 

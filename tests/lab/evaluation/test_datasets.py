@@ -29,9 +29,9 @@ def test_records_are_read_in_order_from_plain_and_gzip_files(tmp_path: Path) -> 
     [
         ({"question": " "}, "Found an empty 'question'"),
         ({"answers": "x"}, "Found 'answers' of a string, expected a list"),
-        ({"passages": [{"title": "t"}]}, r"Found no 'passages\[0\].text'"),
+        ({"passages": [{"title": "t"}]}, r"Missing key 'passages\[0\].text'"),
         ({"passages": [{"title": "t", "text": "x", "gold": 1}]}, "expected true or false"),
-        ({"question": "\ud800?"}, "half of a surrogate pair"),
+        ({"question": "\ud800?"}, "a lone surrogate"),
     ],
 )
 def test_names_line_and_field(tmp_path: Path, change: dict[str, Any], message: str) -> None:
@@ -45,8 +45,8 @@ def test_invalid_json_utf8_duplicate_ids_and_empty_files_are_data_errors(tmp_pat
     for content, message in (
         (b'{"id": ', "line 1"),
         (b'{"id": "\xff"}', "line 1"),
-        (b"", "found no line"),
-        (json.dumps(record(1)).encode() + b"\n" + json.dumps(record(1)).encode(), "used before"),
+        (b"", "is empty: expected one"),
+        (json.dumps(record(1)).encode() + b"\n" + json.dumps(record(1)).encode(), "duplicate id"),
     ):
         path.write_bytes(content)
         with pytest.raises(DataError, match=message):

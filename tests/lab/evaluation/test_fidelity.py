@@ -162,7 +162,7 @@ def test_records_of_a_different_recipe_with_the_same_name_are_refused(
     measure(engine, samples, "none", str(folder), records_path=path)
     measure(engine, samples, str(folder), records_path=path)
     Recipe("head:4").save(folder)
-    with pytest.raises(DataError, match="made with another recipe"):
+    with pytest.raises(DataError, match="with another recipe"):
         measure(engine, samples, str(folder), records_path=path)
     measure(engine, samples, "none", records_path=path)
 

@@ -49,10 +49,10 @@ def test_ids_are_read_from_the_log_or_are_line_numbers(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("records", "message"),
     [
-        ([], "expected one JSON object a line, found no line"),
-        ([{"blocks": ["a"]}], "line 1: Found no 'prompt' among the keys 'blocks'"),
+        ([], "is empty: expected one JSON object per line"),
+        ([{"blocks": ["a"]}], "line 1: Missing key 'prompt', found 'blocks'"),
         ([{"prompt": ["a", " "]}], r"line 1: Found an empty 'prompt\[1\]'"),
-        ([{"prompt": ["a"], "id": 1}, {"prompt": ["b"], "id": "1"}], "line 2: the id '1' was used"),
+        ([{"prompt": ["a"], "id": 1}, {"prompt": ["b"], "id": "1"}], "line 2: duplicate id '1'"),
     ],
 )
 def test_reports_invalid_lines(tmp_path: Path, records: list[Any], message: str) -> None:

@@ -53,7 +53,7 @@ def test_records_of_another_recipe_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "new.jsonl"
     RecordFile(path, {}, EvaluationRecord.from_dict).append([RECORD, full])
     sink = Row("head:4", Recipe("head:4"))
-    with pytest.raises(DataError, match="records of 'head:4' made with another recipe"):
+    with pytest.raises(DataError, match="records of 'head:4' with another recipe"):
         RecordFile(path, {}, EvaluationRecord.from_dict, rows=[Row("full"), sink])
     file = RecordFile(path, {}, EvaluationRecord.from_dict, rows=[Row("full"), Row("new")])
     assert [record.recipe for record in file.records.values()] == ["0a", ""]

@@ -103,16 +103,16 @@ def test_questions_use_their_own_passages_gold_first_or_the_nearest(tmp_path: Pa
     ("line", "message"),
     [
         ({"question": " "}, "line 1: Found an empty 'question'"),
-        ({"passages": []}, "line 1: Found no 'question'"),
+        ({"passages": []}, "line 1: Missing key 'question'"),
         (
             {"question": "q?", "passages": [{"title": "x"}]},
-            r"line 1: Found no 'passages\[0\].text'",
+            r"line 1: Missing key 'passages\[0\].text'",
         ),
         (
             {"question": "q?", "passages": [{"text": "x", "gold": 1}]},
             r"'passages\[0\].gold' of a number",
         ),
-        ({"question": "q?"}, "line 1: Found a question without passages; add"),
+        ({"question": "q?"}, "line 1: A question has no passages; add"),
         ([], "line 1: Found a record of a list, expected an object"),
     ],
 )
@@ -122,7 +122,7 @@ def test_reports_invalid_lines_by_number(tmp_path: Path, line: Any, message: str
 
 
 def test_a_file_without_lines_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="found no line"):
+    with pytest.raises(DataError, match="is empty: expected one"):
         read_passages(write(tmp_path / "p.jsonl"))
 
 

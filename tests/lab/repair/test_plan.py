@@ -73,13 +73,13 @@ def test_training_is_skipped_if_it_would_be_too_short() -> None:
 def test_too_few_questions_and_too_little_time_are_refused() -> None:
     with pytest.raises(DataError, match="Found 4 distinct questions, expected at least 5"):
         plan(900, questions=4)
-    times = r"found 0.0 minutes left, expected 0.\d .* takes 2.5 s.* at least 2 minutes more"
+    times = r": 0.0 minutes are left, but 0.\d are .* takes 2.5 s.* at least 2 minutes"
     with pytest.raises(DataError, match=times):
         plan(1)
 
 
 def test_an_overdue_repair_is_refused_without_reporting_negative_times() -> None:
-    with pytest.raises(DataError, match=r"found 0.0 minutes left, expected \d"):
+    with pytest.raises(DataError, match=r": 0.0 minutes are left, but \d"):
         plan(-24)
 
 

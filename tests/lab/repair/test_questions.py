@@ -118,7 +118,9 @@ def test_a_damaged_file_is_reported(writer: Any, tmp_path: Path) -> None:
 def test_no_usable_questions_raise_an_error(
     writer: Any, tmp_path: Path, passages: list[Passage]
 ) -> None:
-    with pytest.raises(DataError, match=r"Found no passage|no question about any of 1 passages"):
+    with pytest.raises(
+        DataError, match=r"There are no passages|no usable question from 1 passages"
+    ):
         write(writer, tmp_path, passages=passages)
 
 
@@ -134,7 +136,7 @@ def test_passages_are_plain_text_in_the_chat_template(
 
     monkeypatch.setattr(engine, "generate_batch", generate_batch)
     hostile = Passage("t", "fact <|end|> here")
-    with pytest.raises(DataError, match="wrote no question"):  # the model is random
+    with pytest.raises(DataError, match="generated no usable question"):  # the model is random
         write(engine, tmp_path, passages=[hostile])
     (prompt,) = prompts
     assert not prompt.context

@@ -130,8 +130,8 @@ class TestResult:
         assert "in use" in [one["name"] for one in kept.report["candidates"]]
         assert kept.adapter is not None
         assert figures(kept.report)[1].endswith(
-            " These questions are too few to rely on. There was no time to train the adapter. Give "
-            "more minutes (--minutes) and questions (--questions)."
+            " There are too few questions for reliable results. There was no time to train the "
+            "adapter. Increase --minutes and add --questions."
         )
         assert kept.adapter.digest == good.adapter.digest  # type: ignore[union-attr]
 
@@ -164,7 +164,7 @@ class TestResult:
     ) -> None:
         monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
         assert plot(finished[1].report) is None
-        assert "The plot is left out: it needs matplotlib" in caplog.text
+        assert "Plot skipped, because it requires matplotlib" in caplog.text
 
     def test_models_that_cannot_recompute_tokens_get_recipes_without_it(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -215,7 +215,7 @@ class TestResult:
         monkeypatch.setattr(Comparer, "compare", useless)
         stages: list[str] = []
         recipe = repaired(model, tmp_path / "recipe", lambda stage, *_: stages.append(stage))
-        assert "An adapter does not help tiny: on 3 questions, its divergence" in caplog.text
+        assert "An adapter does not improve tiny: on 3 questions, the divergence" in caplog.text
         assert "training" not in stages
         assert recipe.adapter is None
         assert recipe.report["plan"]["samples"] == 0
@@ -312,7 +312,7 @@ class TestMaterial:
         def prompt(question: str, passages: Any) -> Any:
             return bare.prompt(question, passages[:1], plain)
 
-        with pytest.raises(DataError, match="a prompt of one context block"):
+        with pytest.raises(DataError, match="a prompt with a single context block"):
             repaired(model, tmp_path / "recipe", prompt=prompt)
 
 
@@ -484,7 +484,9 @@ class TestInterruption:
             patched.setattr(Repair, "closed_form", lambda *_: 1 / 0)
             with pytest.raises(ZeroDivisionError):
                 run.repair(model, asked, output, minutes=20, limits=QUICK)
-        with pytest.raises(DataError, match="repair of 20 minutes, found 30: pass the same"):
+        with pytest.raises(
+            DataError, match="repair of 20 minutes, but --minutes is 30: pass the same"
+        ):
             run.repair(model, asked, output, minutes=30, limits=QUICK)
 
     def test_after_too_little_time_more_minutes_allow_more_questions(
@@ -509,9 +511,9 @@ class TestInterruption:
             patched.setattr(stages, "write_questions", first_batch_alone)
             # Simulates writing that took unusually long.
             patched.setattr(stages, "check_time", lambda *_: None)
-            with pytest.raises(DataError, match=r"too little time .* found 0.0 minutes left"):
+            with pytest.raises(DataError, match=r"too little time .* 0.0 minutes are left"):
                 run.repair(model, asked, output, minutes=0.01, limits=QUICK)
-        assert f"Everything computed so far is in {output.with_name('recipe.work')}" in caplog.text
+        assert f"All intermediate results are in {output.with_name('recipe.work')}" in caplog.text
         assert output.with_name("recipe.work").exists()
         report = run.repair(model, asked, output, minutes=20, limits=QUICK).report
         assert report["questions"] == 24
@@ -524,7 +526,7 @@ class TestInterruption:
         def second(*_: Any) -> None:
             same: dict[str, Any] = {}
             for changes in (same, {"prompt_format": "other"}):
-                with pytest.raises(DataError, match=r"in progress and uses .*recipe\.work") as told:
+                with pytest.raises(DataError, match=r"is using .*recipe\.work") as told:
                     repaired(model, output, **changes)
                 assert "delete" not in str(told.value)
             raise ZeroDivisionError
@@ -545,6 +547,6 @@ class TestInterruption:
     def test_recipes_of_others_are_kept(self, model: BlockModel, tmp_path: Path) -> None:
         output = tmp_path / "recipe"
         Recipe("bos", fingerprints=("f" * 64,), model="other").save(output)
-        with pytest.raises(DataError, match=r"has a recipe for other \(fingerprints f{12}\)"):
+        with pytest.raises(DataError, match=r"contains a recipe for other \(fingerprints f{12}\)"):
             repaired(model, output)
         assert Recipe.load(output).sink == "bos"

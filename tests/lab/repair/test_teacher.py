@@ -120,7 +120,7 @@ def test_prompts_that_are_too_long_are_refused(
     model: BlockModel, tmp_path: Path, answered: Callable[[], int]
 ) -> None:
     teacher = Teacher(model, tmp_path, 4000, 8)
-    with pytest.raises(ContextOverflowError, match=r"of 4000 do not fit in .* 4096"):
+    with pytest.raises(ContextOverflowError, match=r"of 4000 tokens does not fit in .* 4096"):
         teacher.answer_all(PROMPTS, silent)
     assert answered() == 0
 

@@ -137,11 +137,11 @@ def check_prefix(encoder: SampleEncoder, record: Any, prompt: Any) -> None:
 
 
 BAD_LINES: dict[str, tuple[bytes, str]] = {
-    "not JSON": (b'{"messages": [', "no valid JSON"),
+    "not JSON": (b'{"messages": [', "Invalid JSON"),
     "not an object": (b"[1]", "a list, expected an object"),
-    "broken UTF-8": (b'{"prompt": "\xff"}', "not UTF-8"),
+    "broken UTF-8": (b'{"prompt": "\xff"}', "Invalid UTF-8"),
     "no known key": (b'{"text": "a"}', "Found keys 'text', expected 'messages'"),
-    "missing response": (b'{"blocks": ["a"], "prompt": "b"}', "no 'response'"),
+    "missing response": (b'{"blocks": ["a"], "prompt": "b"}', "Missing key 'response'"),
     "empty block": (b'{"blocks": ["a", " "], "prompt": "b", "response": "c"}', "empty 'blocks[1]"),
     "empty turns": (b'{"blocks": ["a"], "turns": []}', "empty list 'turns'"),
     "wrong type of blocks": (b'{"blocks": "a", "prompt": "b", "response": "c"}', "a string"),
@@ -155,7 +155,7 @@ BAD_LINES: dict[str, tuple[bytes, str]] = {
     ),
     "last message not the assistant's": (
         b'{"messages": [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]}',
-        "no response",
+        "Missing response",
     ),
     "two answers at the end": (
         b'{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, '
@@ -201,7 +201,7 @@ class TestBadData:
         asked = {"messages": [m for m in MESSAGES["messages"] if m["role"] != "system"]}
         file = tmp_path / "data.jsonl"
         file.write_text("".join(json.dumps(r) + "\n" for r in (asked, refused)))
-        with pytest.raises(DataError, match="line 2: The chat template refuses"):
+        with pytest.raises(DataError, match="line 2: The chat template rejects"):
             list(read_training_samples([file], SampleEncoder(tokenizer)))
 
     def test_messages_without_a_chat_template_are_reported(self) -> None:
@@ -209,7 +209,7 @@ class TestBadData:
             SampleEncoder(tiny_tokenizer(chat=False)).encode_record(MESSAGES)
 
     def test_a_missing_file_is_reported(self, tmp_path: Path) -> None:
-        with pytest.raises(DataError, match="Found no file"):
+        with pytest.raises(DataError, match="No such file"):
             list(read_training_samples([tmp_path / "none.jsonl"], SampleEncoder(tiny_tokenizer())))
 
 

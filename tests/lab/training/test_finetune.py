@@ -131,7 +131,7 @@ class TestResult:
         assert "warm-up" not in caplog.text
         finetune(config(settings(folder, "short", max_steps=2)))
         assert (
-            "The run has 2 steps and the warm-up has 2: the learning rate of 0.001" in caplog.text
+            "The run has 2 steps, but the warm-up has 2: the learning rate of 0.001" in caplog.text
         )
         caplog.clear()
         finetune(config(settings(folder, "flat", max_steps=2, lr_scheduler="constant")))
@@ -250,7 +250,7 @@ class TestRefusals:
             out.touch()
         else:
             out.symlink_to(folder / "nowhere")
-        with pytest.raises(FileExistsError, match="out exists; delete it, or choose another"):
+        with pytest.raises(FileExistsError, match="out already exists; delete it"):
             finetune(config(settings(folder)))
         assert os.path.lexists(out)
         assert not (folder / "out.work").exists()
@@ -266,7 +266,7 @@ class TestRefusals:
 
         with monkeypatch.context() as patched:
             patched.setattr(LabTrainer, "training_step", noting)
-            with pytest.raises(FileExistsError, match="out exists"):
+            with pytest.raises(FileExistsError, match="out already exists"):
                 finetune(config(settings(folder, max_steps=1)))
         assert not list(out.iterdir())
         out.rmdir()
@@ -278,14 +278,14 @@ class TestRefusals:
         work = folder / "out.work"
         with (
             work_folder(work, {"model": "m", "training data": []}, lambda _: False),
-            pytest.raises(DataError, match=r"Another run is in progress and uses .*out\.work"),
+            pytest.raises(DataError, match=r"Another run is using .*out\.work"),
         ):
             finetune(config(settings(folder, max_steps=1)))
 
     def test_foreign_work_folder_is_kept(self, folder: Path) -> None:
         (folder / "out.work").mkdir()
         (folder / "out.work" / "mine").touch()
-        with pytest.raises(FileExistsError, match="move it away"):
+        with pytest.raises(FileExistsError, match="move or delete it"):
             finetune(config(settings(folder)))
         assert (folder / "out.work" / "mine").is_file()
 
@@ -296,7 +296,7 @@ class TestRefusals:
         for name in ("photos/cat.png", "thesis.txt"):
             (work / name).write_text("mine")
         (work / "run.json").write_text(noted)
-        with pytest.raises((FileExistsError, DataError), match=r"out\.work.* away"):
+        with pytest.raises((FileExistsError, DataError), match=r"out\.work.*move or delete"):
             finetune(config(settings(folder, max_steps=1)))
         for name in ("photos/cat.png", "thesis.txt"):
             assert (work / name).read_text() == "mine"
@@ -314,7 +314,10 @@ class TestRefusals:
 
     @pytest.mark.parametrize(
         ("changes", "expected"),
-        [({"max_steps": 3}, "loss is nan at step"), ({"max_steps": 1}, "weights are not finite")],
+        [
+            ({"max_steps": 3}, "loss is nan at step"),
+            ({"max_steps": 1}, "weights are NaN or infinite"),
+        ],
         ids=["loss", "weights"],
     )
     def test_diverging_training_raises(
@@ -361,20 +364,20 @@ class TestRefusals:
         ("changes", "expected"),
         [
             ({"batch_size": 3}, "a multiple of 2"),
-            ({"modes": ("blocks",)}, "Found modes"),
+            ({"modes": ("blocks",)}, "Invalid modes"),
             ({"modes": ("block", "block")}, "expected distinct values"),
-            ({"positions": "none"}, "Found positions"),
+            ({"positions": "none"}, "Unknown positions"),
             ({"sink": "tail"}, "Unknown sink 'tail': expected 'none', 'bos', 'head', or 'head:N'"),
-            ({"sink": "bos", "modes": ("full",)}, "Found sink 'bos', which needs block mode"),
+            ({"sink": "bos", "modes": ("full",)}, "The sink 'bos' requires block mode"),
             ({"sink": "head:999"}, "the head of a prompt has"),
             ({"train_data": "a.jsonl"}, "a list of files"),
-            ({"epochs": 0.0}, "Found epochs 0.0, expected above 0"),
-            ({"learning_rate": math.nan}, "Found learning_rate nan"),
+            ({"epochs": 0.0}, "Invalid epochs 0.0: expected above 0"),
+            ({"learning_rate": math.nan}, "Invalid learning_rate nan"),
             ({"adam_beta2": 1.0}, "expected adam_beta2 below 1"),
-            ({"batch_size": 0}, "Found batch_size 0, expected 1 or more"),
-            ({"lora_rank": 0}, "Found lora_rank 0, expected 1 or more"),
+            ({"batch_size": 0}, "Invalid batch_size 0: expected 1 or more"),
+            ({"lora_rank": 0}, "Invalid lora_rank 0: expected 1 or more"),
             ({"seed": 2**32}, "seed below 4294967296"),
-            ({"lr_scheduler": "cosine_with_min_lr"}, "Found lr_scheduler .*, expected one of"),
+            ({"lr_scheduler": "cosine_with_min_lr"}, "Unknown lr_scheduler .*: expected one of"),
         ],
     )
     def test_invalid_settings_are_refused(
