@@ -86,7 +86,7 @@ def test_blocks_are_reused_everywhere_except_at_the_end() -> None:
     sent = ("sabq", "bcsq", "qa", "bq", "aqb", "aaq")
     expected = [[0, 0, 0, 0], [8, 0, 16, 0], [0, 0], [8, 0], [24, 5, 0], [24, 24, 0]]
     assert reused(BlockCache(FOOTPRINT), *sent) == expected
-    # 40 bytes hold a and s. Adding b evicts the older of them.
+    # The 40-byte cache has room for a and s only, so adding b evicts what was used least recently.
     evicting = reused(BlockCache(FOOTPRINT, 40), "aq", "sq", "aq", "bq", "sq", "aq")
     assert [hits[0] for hits in evicting] == [0, 0, 24, 0, 0, 0]
 

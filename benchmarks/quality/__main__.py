@@ -5,7 +5,7 @@ best passage.
     python benchmarks/quality choose smollm2 --nq nq_rag_tune.jsonl.gz
     python benchmarks/quality diagnose smollm2 --nq nq_rag.jsonl.gz
     python benchmarks/quality tune smollm2 --nq nq_rag_tune.jsonl.gz --output tuned --lora
-    python benchmarks/quality tuned smollm2 tuned --nq nq_rag.jsonl.gz
+    python benchmarks/quality tuned smollm2 tuned --nq nq_rag.jsonl.gz --results other-folder
     python benchmarks/quality precision smollm2 --nq nq_rag.jsonl.gz
     python benchmarks/quality table
 
@@ -127,10 +127,11 @@ def tuned(
     from blockattn_rag.prompts.checkpoints import AUTO_FORMAT, format_for
 
     items = _items(nq, only or ())[:questions]
+    names = [*finetuning.STOCK_ROWS, *(folder.name for folder in folders)]
+    if len({*names}) < len(names):
+        raise SystemExit(f"Rows need distinct names, found {names}: rename a folder")
     stock = _engine(model_path(model), recipe, dtype)
     engines = {folder.name: _engine(str(folder), "auto", dtype) for folder in folders}
-    if len(engines) < len(folders):
-        raise SystemExit(f"Expected folders with distinct names, found {[*map(str, folders)]}")
     form = format_for(AUTO_FORMAT, stock.model.name)
     answerer = finetuning.TunedAnswerer(stock, engines, form, max_new_tokens)
     path = results / f"{Path(model).name}-tuned.csv"

@@ -26,6 +26,9 @@ LORA_LEARNING_RATE = 3e-4
 LEARNING_RATE = 2e-5
 """Peak learning rate for training all weights, as in the papers."""
 
+STOCK_ROWS = FULL, "recipe"
+"""Rows of the stock model: in full mode, and in block mode with its recipe."""
+
 _CONTEXTS_PER_STEP = 4
 _PASSAGES = (3, 6)
 _MOST_TURNS = 4
@@ -126,10 +129,8 @@ class TunedAnswerer:
     @property
     def rows(self) -> dict[str, tuple[BlockAttentionEngine, Mode]]:
         """Return the engine and mode of each row."""
-        rows: dict[str, tuple[BlockAttentionEngine, Mode]] = {
-            FULL: (self.stock, "full"),
-            "recipe": (self.stock, "block"),
-        }
+        modes: tuple[Mode, Mode] = "full", "block"
+        rows = {row: (self.stock, mode) for row, mode in zip(STOCK_ROWS, modes, strict=True)}
         for name, engine in self.tuned.items():
             rows |= {name: (engine, "block"), f"{name}, full mode": (engine, "full")}
         return rows
@@ -158,6 +159,6 @@ class TunedAnswerer:
                 agreement=nan,
                 computed_tokens=found.stats.computed_tokens,
                 prompt_tokens=found.stats.prompt_tokens,
-                ttft_s=round(found.stats.ttft_s, 4),
+                ttft_s=round(found.stats.ttft_s, 4) if FULL in rows else nan,
                 output=found.text,
             )

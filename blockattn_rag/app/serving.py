@@ -62,15 +62,16 @@ class Served:
             folder=path.resolve(),
         )
 
-    def options(self, hindrance: str | None = None) -> ServerOptions:
-        """Create the options that vLLM serves the model with.
+    def options(self, conflicting_option: str | None = None) -> ServerOptions:
+        """Return the options for serving the model with vLLM.
+
+        Checks that the model and its recipe can be served, without loading the weights. Hashes the
+        weight files unless their digests are cached.
 
         Args:
-            hindrance: vLLM option that prevents recomputing. An automatic recipe then recomputes no
-                tokens, with a warning; vLLM's workers reject other recipes.
-
-        Checks that the model and its recipe can be served, without loading the weights. Weight
-        files are hashed, unless this was done before.
+            conflicting_option: vLLM option in use that does not support recomputation. An automatic
+                recipe then recomputes no tokens and logs a warning. vLLM's workers reject any other
+                recipe that recomputes. Default: None.
 
         Raises:
             UnsupportedModelError: The model cannot be served in block mode.
@@ -89,9 +90,9 @@ class Served:
             self.folder,
             stock=self.stock,
         )
-        if recipe.recompute and hindrance and self.recipe == AUTO_SETTING:
+        if recipe.recompute and conflicting_option and self.recipe == AUTO_SETTING:
             logger.warning(
-                "No tokens will be recomputed, because %s does not support it", hindrance
+                "No tokens will be recomputed, because %s does not support it", conflicting_option
             )
             recipe = replace(recipe, recompute=0.0)
         profile = profile_of(model, recipe)

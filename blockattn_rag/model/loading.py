@@ -300,7 +300,7 @@ def _load_adapter(
     base_name = resolve_name(adapter["base"])
     with _hub(adapter["base"]):
         base_config = AutoConfig.from_pretrained(base_name)
-        if dtype in WEIGHTS or quantization_of(base_config):
+        if dtype in WEIGHTS or quantization_of(base_config) or "quantization_config" in kwargs:
             raise ValueError(
                 f"{name} is a LoRA adapter, which cannot be merged into quantized weights: merge "
                 "it into the original base model, save the result, and load that"

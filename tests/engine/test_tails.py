@@ -194,6 +194,7 @@ def test_autocast_leaves_no_tail(engine: BlockAttentionEngine) -> None:
     [
         {"mode": "full"},
         {"num_beams": 2},
+        {"do_sample": False},
         {"repetition_penalty": 1.2},
     ],
     ids=str,

@@ -58,7 +58,7 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Kernel], None]]:
     fused_rotation.cache_clear()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("pairing", ["half", "interleaved"])
 @pytest.mark.parametrize(("size", "rotary"), [(64, 64), (96, 48)])
 def test_a_correct_kernel_is_used(
@@ -80,13 +80,6 @@ def test_an_incorrect_kernel_is_not_used(use: Callable[[Kernel], None], kernel: 
     use(kernel)
     with pytest.raises(UnsupportedModelError, match="differs from PyTorch's by"):
         fused_rotation(CPU, torch.float32, torch.bfloat16, 64, 64, "interleaved")
-
-
-def test_float64_keys_are_not_rotated_by_the_float32_kernel(
-    use: Callable[[Kernel], None],
-) -> None:
-    use(nothing)
-    assert fused_rotation(CPU, torch.float64, torch.float64, 64, 64, "half") is None
 
 
 def test_a_kernel_that_cannot_be_compiled_is_not_used(

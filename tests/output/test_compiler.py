@@ -249,8 +249,11 @@ def _deep(levels: int) -> dict[str, Any]:
         ({"json": {"title": "T", "not": {}}}, "The JSON schema 'T' cannot be compiled"),
         ({"regex": "(a"}, r"The regular expression '\(a' cannot be compiled"),
         ({"json": {"title": "T", **_deep(400)}}, "'T' cannot be compiled.*recursion"),
-        ({"structural_tag": {"x": 1}}, r"Expected \{'triggers'.*found \{\"x\": 1\}"),
-        ({"structural_tag": [1]}, r"Expected \{'triggers'.*found \[1\]"),
+        (
+            {"structural_tag": {"x": 1}},
+            r"Expected structural_tag to be \{'triggers'.*found \{\"x\": 1\}",
+        ),
+        ({"structural_tag": [1]}, r"Expected structural_tag to be \{'triggers'.*found \[1\]"),
         ({"structural_tag": NUMBER}, "The structural tag cannot be compiled"),
         (
             {"structural_tag": {**TAGS, "triggers": ["<call"]}},

@@ -158,7 +158,7 @@ def test_longer_header_belongs_to_another_model(backend: Asked) -> None:
     store.put(KEY, KV)
     (found,) = store.read_parts([KEY], head_1, 100)
     assert isinstance(found, FingerprintMismatchError)
-    assert "expected at most 100" in str(found)
+    assert "at most 100 were expected" in str(found)
 
 
 def test_parts_of_two_versions_are_not_mixed(backend: Asked) -> None:

@@ -230,7 +230,9 @@ def test_answers_equal_those_of_the_copy_path(model: BlockModel) -> None:
             assert answers[0] == answers[1]
 
 
-@pytest.mark.parametrize("options", [{}, {"do_sample": False}, {"num_beams": 2}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"do_sample": False}, {"do_sample": True}, {"num_beams": 2}], ids=str
+)
 def test_a_question_without_passages_is_replayed_if_it_fills_the_cache_in_order(
     monkeypatch: pytest.MonkeyPatch, model: BlockModel, options: dict[str, Any]
 ) -> None:

@@ -149,7 +149,7 @@ class RecordFile(Generic[R]):
         settings: Mapping[str, Any],
         summarize: Callable[[str, Mapping[str, Sequence[R]]], F],
     ) -> Report[R, F]:
-        """Create the report of a complete file."""
+        """Create the report of a run in which every sample has a record in every row."""
         found = {
             row.name: [self.records[sample.id, row.name] for sample in self._samples]
             for row in self._rows

@@ -35,14 +35,14 @@ _TOLERANCE_OF_16_BITS = 3e-2
 
 
 def check_rotations(profile: ModelProfile, layers: Iterable[int]) -> set[int]:
-    """Check that vLLM has a rotary embedding for each of the profile's ``layers``.
+    """Check that vLLM has a matching rotary embedding for each of the profile's ``layers``.
 
     Returns:
-        Latent layers whose keys are stored in halves by transformers, and in interleaved pairs by
-        vLLM.
+        Latent layers whose keys use the half-split (NeoX-style) layout in transformers and the
+        interleaved (GPT-J-style) layout in vLLM.
 
     Raises:
-        ServingError: No module rotates keys of a layer's size with the layer's layout.
+        ServingError: No rotary embedding in vLLM matches a layer's key size and rotary layout.
     """
     checked: dict[tuple[int, int], bool] = {}
     interleaved = set()

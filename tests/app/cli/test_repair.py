@@ -126,7 +126,7 @@ def test_repairs_a_model(cli: Command, model: Path, questions: Path, tmp_path: P
         ),
         (("--db", "nowhere"), 1, "nowhere is not a database"),
         (("--questions", "q.jsonl", "--model", "MODEL"), 1, "line 1: A question has no"),
-        (("--passages", "none.jsonl", "--model", "MODEL"), 1, "No such file none.jsonl"),
+        (("--passages", "none.jsonl", "--model", "MODEL"), 1, "No such file: none.jsonl"),
         (("--passages", "p.jsonl", "--model", "MODEL"), 1, "generated no usable question from 6 "),
     ],
 )
