@@ -103,10 +103,9 @@ def test_an_adapter_is_merged_into_its_base(saved: Path, tmp_path: Path) -> None
     # An adapter changes the fingerprint of the files.
     assert again.fingerprint != loaded.fingerprint
     assert load_config(tmp_path).hidden_size == 32
+    quantized: Any = BitsAndBytesConfig
     with pytest.raises(ValueError, match="cannot be merged into quantized weights"):
-        load_model(
-            tmp_path, device="cpu", quantization_config=BitsAndBytesConfig(load_in_4bit=True)
-        )
+        load_model(tmp_path, device="cpu", quantization_config=quantized(load_in_4bit=True))
 
 
 def test_the_error_for_a_folder_without_a_model_names_the_missing_file(tmp_path: Path) -> None:
