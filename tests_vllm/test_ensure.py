@@ -256,7 +256,7 @@ def test_a_read_only_server_reports_missing_blocks(
 
 def test_encoding_errors_are_reported(reference: Reference, store: DirectoryStore) -> None:
     client = Client(reference, store, reason="error")
-    with pytest.raises(ServingError, match="ended by 'error'"):
+    with pytest.raises(ServingError, match="finish reason 'error'"):
         asyncio.run(ensurer_of(client).ensure(blocks_of(reference)))
 
 

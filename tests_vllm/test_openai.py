@@ -268,7 +268,7 @@ def test_documents_are_refused_with_media_fields(server: Server) -> None:
 def test_a_body_that_is_too_long_is_refused(server: Server, path: str) -> None:
     response = server.post(path, {"messages": [], "unknown": [1] * 5_000_000})
     assert response.status_code == 400, response.text
-    assert "more than 4,325,376 bytes" in response.json()["error"]["message"]
+    assert "larger than 4,325,376 bytes" in response.json()["error"]["message"]
     assert server.http.get("/health").is_success
 
 

@@ -233,8 +233,8 @@ def test_a_signed_plan_is_needed_for_a_tenant(reference: Reference, server: Serv
     ("changed", "message"),
     [
         ({"echo": True}, "echo is not supported"),
-        ({"prompt_logprobs": 1}, "prompt_logprobs is not possible"),
-        ({"use_beam_search": True}, "use_beam_search is not possible"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs is not supported"),
+        ({"use_beam_search": True}, "use_beam_search is not supported"),
         ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens is not supported"),
         ({"prompt": ["text"]}, "prompt should be a string"),
         ({"prompt": [1, 2]}, "prompt should be a string"),

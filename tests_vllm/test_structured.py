@@ -137,10 +137,12 @@ def test_a_grammar_that_fails_is_refused_with_the_reason(
     retries = server.counted("blockattn_retries_total")
     body = asked(reference, 37, structured_outputs=_large(kind), blockattn={"mode": mode})
     message = server.refusal(body)
-    assert re.search("cannot be followed: .*max is 2000", message)
+    assert re.search("cannot be constrained by its grammar: .*max is 2000", message)
     assert "blocks" not in message
     events = [*server.events(COMPLETIONS, body)]
-    assert re.search("cannot be followed: .*max is 2000", events[-1]["error"]["message"])
+    assert re.search(
+        "cannot be constrained by its grammar: .*max is 2000", events[-1]["error"]["message"]
+    )
     assert server.counted("blockattn_retries_total") == retries
 
 
