@@ -62,7 +62,8 @@ def test_commands_and_options_of_a_page_exist(page: Path) -> None:
     lines = "\n".join(code_of(page, "bash")).replace("\\\n", " ").splitlines()
     shown = [shlex.split(line, comments=True) for line in lines]
     for words in shown:
-        if words and Path(words[0]).name == "blockattn-rag":  # may have a folder in front
+        # The command may be a path, such as .venv/bin/blockattn-rag.
+        if words and Path(words[0]).name == "blockattn-rag":
             accept(words[1:])
 
 

@@ -91,7 +91,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _finite(digits: str) -> float:
     if math.isinf(number := float(digits)):
-        raise ValueError(f"Found {digits[:40]}, which is too large for a number")
+        raise ValueError(f"Found the number {digits[:40]}, expected a finite 64-bit float")
     return number
 
 

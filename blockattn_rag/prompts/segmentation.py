@@ -69,8 +69,8 @@ def _turns(messages: Sequence[Mapping[str, str]], tokenizer: Any) -> list[_Turn]
                 f"Found a message with {', '.join(map(repr, sorted(more)))}, expected 'role' and "
                 "'content' only: the origin of text from other fields cannot be determined."
             )
-    # Render the template with placeholders for contents, so that a content that looks like the
-    # template is never mistaken for it.
+    # Render the template with a placeholder for each message's content. Otherwise, content that
+    # resembles the template could be mistaken for it.
     marks = [f"\u241e{i}\u241e" for i in range(len(messages))]
     marked = [{**m, "content": mark} for m, mark in zip(messages, marks, strict=True)]
     open_end = messages[-1]["role"] != "assistant"

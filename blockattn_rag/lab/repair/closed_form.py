@@ -41,9 +41,12 @@ _PRIOR_TOKENS = 1.0
 
 
 class Sums:
-    """Sums over the tokens of a layer, for inputs x (states and place) and differences y.
+    """Ridge-regression statistics of one layer, summed over tokens.
 
-    The sums ``xx`` ``[K, D+P, D+P]``, ``xy`` ``[K, D+P, D]`` and ``yy`` ``[K, D]`` are float64.
+    The input x is a token's state in block mode, followed by a one-hot encoding of its place in the
+    block. The target y is its state with full attention minus its state in block mode. The sums
+    ``xx`` ``[K, D+P, D+P]``, ``xy`` ``[K, D+P, D]`` and ``yy`` ``[K, D]`` are float64, for K heads
+    of size D and P places.
 
     Args:
         dtype: Dtype that the states are computed in.
