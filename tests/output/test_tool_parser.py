@@ -189,7 +189,7 @@ MALFORMED = [
         "hermes",
         '<tool_call>{"name": "look_up", "arguments": {"q": -1e999}}</tool_call>',
         "look_up",
-        "Found -1e999, which is too large",
+        "Found the number -1e999, expected a finite",
     ),
     ("hermes", '<tool_call>{"name": "look_up", "argum', "look_up", "ends before the call does"),
     ("hermes", "<tool_call>[]</tool_call>", None, "Expected a JSON object, found a list"),
