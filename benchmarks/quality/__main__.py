@@ -124,15 +124,12 @@ def tuned(
     results: Path = RESULTS,
 ) -> None:
     """Answer questions with a model and its fine-tuned versions, in both modes."""
-    from blockattn_rag.prompts.checkpoints import AUTO_FORMAT, format_for
-
     items = _items(nq, only or ())[:questions]
     names = [*finetuning.STOCK_ROWS, *(folder.name for folder in folders)]
     if len({*names}) < len(names):
         raise SystemExit(f"Rows need distinct names, found {names}: rename a folder")
-    stock = _engine(model_path(model), recipe, dtype)
+    stock, form = _stock(model, recipe, dtype)
     engines = {folder.name: _engine(str(folder), "auto", dtype) for folder in folders}
-    form = format_for(AUTO_FORMAT, stock.model.name)
     answerer = finetuning.TunedAnswerer(stock, engines, form, max_new_tokens)
     path = results / f"{Path(model).name}-tuned.csv"
     measure(path, Record, items, answerer.answer, [*answerer.rows], minutes)
@@ -251,11 +248,13 @@ def _answerer(model: str, recipe: str, max_new_tokens: int) -> Answerer:
     return Answerer(engine, form, recipes, max_new_tokens=max_new_tokens)
 
 
-def _stock(model: str) -> tuple[BlockAttentionEngine, PromptFormat]:
-    """Return an engine without a recipe, and the prompt format of its model."""
+def _stock(
+    model: str, recipe: str = "none", dtype: str = "float32"
+) -> tuple[BlockAttentionEngine, PromptFormat]:
+    """Return an engine, and the prompt format of its model."""
     from blockattn_rag.prompts.checkpoints import AUTO_FORMAT, format_for
 
-    engine = _engine(model_path(model), "none")
+    engine = _engine(model_path(model), recipe, dtype)
     return engine, format_for(AUTO_FORMAT, engine.model.name)
 
 

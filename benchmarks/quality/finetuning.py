@@ -7,7 +7,6 @@ import json
 import random
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from math import nan
 from pathlib import Path
 
 import torch
@@ -149,16 +148,4 @@ class TunedAnswerer:
             found = engine.generate(
                 prompt, mode=mode, max_new_tokens=self.max_new_tokens, do_sample=False
             )
-            yield Record(
-                set=item.set,
-                id=item.id,
-                row=row,
-                right=int(item.is_right(found.text)),
-                f1=round(item.f1(found.text), 4),
-                kl=nan,
-                agreement=nan,
-                computed_tokens=found.stats.computed_tokens,
-                prompt_tokens=found.stats.prompt_tokens,
-                ttft_s=round(found.stats.ttft_s, 4) if FULL in rows else nan,
-                output=found.text,
-            )
+            yield Record.of(item, row, found, is_timed=FULL in rows)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from math import nan
 from typing import get_args
 
 from rows import Record, divergence
@@ -54,20 +53,8 @@ def answers(
         found = own
         if engine is not base:
             found = engine.generate(prompt, max_new_tokens=max_new_tokens, do_sample=False)
-        kl, agreement = divergence(engine.answer_logits(prompt, own.token_ids), expected)
-        yield Record(
-            set=item.set,
-            id=item.id,
-            row=name,
-            right=int(item.is_right(found.text)),
-            f1=round(item.f1(found.text), 4),
-            kl=kl,
-            agreement=agreement,
-            computed_tokens=found.stats.computed_tokens,
-            prompt_tokens=found.stats.prompt_tokens,
-            ttft_s=nan,
-            output=found.text,
-        )
+        scores = divergence(engine.answer_logits(prompt, own.token_ids), expected)
+        yield Record.of(item, name, found, scores=scores)
 
 
 def precision_table(records: Sequence[Record]) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from math import nan
+from typing import Any, NamedTuple, Self
 
 from sets import Item
 from torch import Tensor
@@ -53,6 +54,32 @@ class Record:
     def name(self) -> str:
         return self.row
 
+    @classmethod
+    def of(
+        cls,
+        item: Item,
+        row: str,
+        found: Generation,
+        *,
+        scores: tuple[float, float] = (nan, nan),
+        is_timed: bool = False,
+    ) -> Self:
+        """Return the record of an answer. ``scores``: KL and agreement."""
+        kl, agreement = scores
+        return cls(
+            set=item.set,
+            id=item.id,
+            row=row,
+            right=int(item.is_right(found.text)),
+            f1=round(item.f1(found.text), 4),
+            kl=kl,
+            agreement=agreement,
+            computed_tokens=found.stats.computed_tokens,
+            prompt_tokens=found.stats.prompt_tokens,
+            ttft_s=round(found.stats.ttft_s, 4) if is_timed else nan,
+            output=found.text,
+        )
+
 
 class Answerer:
     """Answers a question in every row.
@@ -88,7 +115,7 @@ class Answerer:
         if FULL in rows:
             full, expected = self.full_answer(prompt)
             compare = _Comparison(item, full.token_ids, expected, is_timed=True)
-            yield compare.record(FULL, full.text, expected, full.stats)
+            yield compare.record(FULL, full, expected)
         else:  # Compute the prompt once instead of twice, without timing.
             ids, expected = full_answer(self.engine, prompt, self._options["max_new_tokens"])
             compare = _Comparison(item, ids, expected, is_timed=False)
@@ -98,7 +125,7 @@ class Answerer:
         if BEST in rows:
             best = self.prompt(replace(item, passages=(item.passages[item.best],)))
             found = self.engine.generate(best, mode="full", **self._options)
-            yield compare.record(BEST, found.text, None, found.stats)
+            yield compare.record(BEST, found, None)
 
     def _answered(
         self, row: str, compare: _Comparison, prompt: BlockPrompt, recipe: Recipe
@@ -107,7 +134,7 @@ class Answerer:
         self.engine.precompute(prompt.context, as_prompt=True, recipe=recipe)
         found = self.engine.generate(prompt, recipe=recipe, **self._options)
         logits = self.engine.answer_logits(prompt, compare.answer, recipe=recipe)
-        return compare.record(row, found.text, logits, found.stats)
+        return compare.record(row, found, logits)
 
     def full_answer(self, prompt: BlockPrompt) -> tuple[Generation, Tensor]:
         """Return full mode's answer, and its log-probabilities ``[answer tokens, vocab]``."""
@@ -133,23 +160,9 @@ class _Comparison:
     expected: Tensor
     is_timed: bool
 
-    def record(self, row: str, output: str, logits: Tensor | None, stats: Any) -> Record:
-        kl = agreement = float("nan")
-        if logits is not None:
-            kl, agreement = divergence(logits, self.expected)
-        return Record(
-            set=self.item.set,
-            id=self.item.id,
-            row=row,
-            right=int(self.item.is_right(output)),
-            f1=round(self.item.f1(output), 4),
-            kl=kl,
-            agreement=agreement,
-            computed_tokens=stats.computed_tokens if stats else 0,
-            prompt_tokens=stats.prompt_tokens if stats else 0,
-            ttft_s=round(stats.ttft_s, 4) if stats and self.is_timed else float("nan"),
-            output=output,
-        )
+    def record(self, row: str, found: Generation, logits: Tensor | None) -> Record:
+        scores = (nan, nan) if logits is None else divergence(logits, self.expected)
+        return Record.of(self.item, row, found, scores=scores, is_timed=self.is_timed)
 
 
 def divergence(logits: Tensor, expected: Tensor) -> tuple[float, float]:

@@ -180,7 +180,7 @@ def fused_rotation(
         return None
     expected = rotate(keys.double(), cos.double(), sin.double(), layout)
     # Both compute in float32, whatever the dtype of the keys.
-    rounding = max(torch.finfo(dtype).eps for dtype in (out_dtype, torch.float32))
+    rounding = max(torch.finfo(out_dtype).eps, torch.finfo(torch.float32).eps)
     difference, allowed = relative_error(out.double(), expected), 2 * rounding
     if not difference <= allowed:
         raise UnsupportedModelError(
