@@ -84,8 +84,8 @@ class RetryingClient:
             return
         await first.aclose()
         RETRIES.inc()
-        anew = await ticket.ensure_again()
-        ticket.encoded = {**ticket.encoded, **anew}
+        encoded_again = await ticket.ensure_again()
+        ticket.encoded = {**ticket.encoded, **encoded_again}
         again = self._client.generate(prompt, sampling_params, f"{request_id}-again", **options)
         async for output in _checked(again):
             if _failed(output):
@@ -94,7 +94,7 @@ class RetryingClient:
                 grammar = "the grammar could not be compiled, " * has_grammar
                 raise RetryableRequestError(
                     f"{grammar}the blocks of the prompt could not be loaded, or the engine failed, "
-                    f"twice; {_between(len(anew), ticket.plan)}; see the server's log"
+                    f"twice; {_between(len(encoded_again), ticket.plan)}; see the server's log"
                 )
             yield _marked(output, ticket)
 
@@ -124,14 +124,14 @@ def _failed(output: Any) -> bool:
     return any(completion.finish_reason == "error" for completion in output.outputs)
 
 
-def _between(anew: int, plan: BlockPlan) -> str:
+def _between(num_encoded: int, plan: BlockPlan) -> str:
     """Describe the check between two failed attempts. vLLM's workers cannot report the cause of a
     failed request."""
     blocks = len(plan.lengths)
-    if anew:
+    if num_encoded:
         return (
-            f"in between, {anew} of its {blocks} blocks were missing or damaged in the store and "
-            "were encoded again"
+            f"in between, {num_encoded} of its {blocks} blocks were missing or damaged in the "
+            "store and were encoded again"
         )
     return (
         f"in between, all its {blocks} blocks were intact in the store: the workers cannot read "
