@@ -20,6 +20,8 @@ from finetuning import TunedAnswerer, write_samples
 from precision import TYPES, answers, engines_of, precision_table
 from records import measure, read
 from rows import Answerer, Record
+from system_prompts import FORMS, ROWS, SystemRecord, system_table
+from system_prompts import answers as answers_of_systems
 from table import summary
 
 from blockattn_rag import BlockAttentionEngine, Recipe
@@ -224,3 +226,23 @@ def test_the_committed_summaries_show_the_committed_answers(model: str) -> None:
     repeated = [*read(results / "repeated" / f"{model}.csv", Record)]
     expected = (results / "summary" / f"{model}.md").read_text(encoding="utf-8")
     assert summary(records, repeated) == expected
+
+
+def test_a_collection_is_reused_under_another_system_prompt(
+    engine: BlockAttentionEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    item = sets.facts()[0]
+
+    def reused() -> dict[str, SystemRecord]:
+        return {one.row: one for one in answers_of_systems(engine, 6, item, ROWS)}
+
+    records = reused()
+    assert [*records] == ROWS
+    assert [(one.hits, one.blocks) for one in records.values()] == [(0, 0), (6, 6)] * 2
+    scored = [replace(one, right=int(row.startswith("other"))) for row, one in records.items()]
+    lines = system_table(scored).splitlines()[2:]
+    assert lines[0] == "| ingested | 6 of 6 | 0 of 1 | 0 | +0.0% (+0.0% to +0.0%) |"
+    assert lines[1] == "| other | 6 of 6 | 1 of 1 | 1 | +0.0% (+0.0% to +0.0%) |"
+
+    monkeypatch.setitem(FORMS, "other", replace(CHAT, titled="Passage {title}: {text}"))
+    assert reused()["other, block"].hits == 0

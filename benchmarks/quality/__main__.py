@@ -7,6 +7,7 @@ best passage.
     python benchmarks/quality tune smollm2 --nq nq_rag_tune.jsonl.gz --output tuned --lora
     python benchmarks/quality tuned smollm2 tuned --nq nq_rag.jsonl.gz --results other-folder
     python benchmarks/quality precision smollm2 --nq nq_rag.jsonl.gz
+    python benchmarks/quality system-prompts smollm2 --nq nq_rag.jsonl.gz
     python benchmarks/quality table
 
 ``run`` answers questions from all sets in every row, and appends one line per answer to
@@ -15,9 +16,9 @@ when it runs again. ``choose`` compares sinks and criteria for selecting the tok
 separate questions, in ``choices/MODEL.csv``. ``diagnose`` locates the causes of a recipe's
 remaining divergence. ``tune`` fine-tunes a model on gold answers; ``tuned`` compares it with the
 stock model and its recipe, in ``MODEL-tuned.csv``. ``precision`` compares block mode with keys and
-values in int8 and in the model's data type, in ``precision/MODEL.csv``. ``table`` writes
-``MODEL.md`` next to each CSV file, and the short tables in ``docs/quality.md`` to
-``summary/MODEL.md``.
+values in int8 and in the model's data type, in ``precision/MODEL.csv``. ``system-prompts`` reuses
+one collection under two system prompts, in ``systems/MODEL.csv``. ``table`` writes ``MODEL.md``
+next to each CSV file, and the short tables in ``docs/quality.md`` to ``summary/MODEL.md``.
 """
 
 from __future__ import annotations
@@ -37,12 +38,14 @@ import choices
 import diagnosis
 import finetuning
 import sets
+import system_prompts as systems
 from choices import Choice, choices_table
 from diagnosis import Change
 from models import model_path
 from precision import TYPES, answers, engines_of, precision_table
 from records import measure, read
 from rows import Answerer, Record
+from system_prompts import ROWS, SystemRecord, system_table
 from table import diagnosis_table, summary, tables
 
 from blockattn_rag import BlockAttentionEngine
@@ -54,6 +57,7 @@ DIAGNOSIS = "diagnosis"
 PRECISION = "precision"
 REPEATED = "repeated"
 SUMMARY = "summary"
+SYSTEMS = "systems"
 _HELD_OUT = 24
 """Number of contexts for measuring the loss of a fine-tuned model."""
 app = typer.Typer(help=__doc__, add_completion=False)
@@ -195,6 +199,24 @@ def precision(
     measure(path, Record, sets.mixed(items)[:questions], answered, TYPES, minutes)
 
 
+@app.command("system-prompts")
+def system_prompts(
+    model: Model,
+    nq: Questions = None,
+    recipe: RecipeFolder = "auto",
+    dtype: str = "float32",
+    questions: Annotated[int, typer.Option(help="Questions in all.")] = 60,
+    minutes: Minutes = 45,
+    max_new_tokens: int = 40,
+    results: Path = RESULTS,
+) -> None:
+    """Answer questions about one collection under two system prompts, in both modes."""
+    engine, _ = _stock(model, recipe, dtype)
+    answered = partial(systems.answers, engine, max_new_tokens)
+    path = results / SYSTEMS / f"{Path(model).name}.csv"
+    measure(path, SystemRecord, _items(nq)[:questions], answered, ROWS, minutes)
+
+
 @app.command()
 def table(results: Path = RESULTS) -> None:
     """Write tables of all records."""
@@ -219,6 +241,10 @@ def table(results: Path = RESULTS) -> None:
         print(path.with_suffix(".md"))
     for path in sorted((results / PRECISION).glob("*.csv")):
         text = precision_table([*read(path, Record)])
+        path.with_suffix(".md").write_text(text, encoding="utf-8")
+        print(path.with_suffix(".md"))
+    for path in sorted((results / SYSTEMS).glob("*.csv")):
+        text = system_table([*read(path, SystemRecord)])
         path.with_suffix(".md").write_text(text, encoding="utf-8")
         print(path.with_suffix(".md"))
 

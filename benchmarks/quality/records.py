@@ -13,8 +13,9 @@ from choices import Choice
 from diagnosis import Change
 from rows import EARLIER, Record
 from sets import Item
+from system_prompts import SystemRecord
 
-T = TypeVar("T", bound=Record | Change | Choice)
+T = TypeVar("T", bound=Record | Change | Choice | SystemRecord)
 
 
 def measure(
@@ -56,7 +57,7 @@ def read(path: Path, kind: type[T]) -> Iterator[T]:
 _KINDS = {"str": str, "int": int, "float": float}
 
 
-def append(path: Path, records: Sequence[Record | Change | Choice]) -> None:
+def append(path: Path, records: Sequence[Record | Change | Choice | SystemRecord]) -> None:
     """Append the records of a question in a single write, so that an interrupted run leaves no
     partial record."""
     path.parent.mkdir(parents=True, exist_ok=True)
