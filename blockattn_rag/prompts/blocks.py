@@ -14,9 +14,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-HANDLE_LENGTH = 32
-"""Number of hex digits in a handle: 128 bits of the SHA-256 of the block's text."""
-
 Origin = Literal["template", "prompt", "system", "conversation", "answer", "passage", "altered"]
 """Author of a text.
 
@@ -59,9 +56,9 @@ def keep_of(origin: Origin) -> Keep:
 
 
 def handle_of(text: str) -> str:
-    """Content address of a block's canonical text: 32 hex digits."""
+    """Content address of a block's canonical text: 32 hex digits, 128 bits of its SHA-256."""
     # Untrusted strings may contain lone surrogates.
-    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:HANDLE_LENGTH]
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 
 class Span(NamedTuple):

@@ -29,11 +29,7 @@ _HEAD = re.compile(r"head:([1-9][0-9]{0,3})")
 
 
 def check_sink(sink: str) -> str:
-    """Validate a sink, and return it unchanged.
-
-    Raises:
-        ValueError: The sink is invalid.
-    """
+    """Return a valid sink unchanged. Raises ``ValueError`` for other values."""
     if isinstance(sink, str) and is_sink(sink):
         return sink
     raise ValueError(

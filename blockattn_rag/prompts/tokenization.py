@@ -6,7 +6,7 @@ Each block is tokenized independently, so its token ids do not depend on other b
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from blockattn_rag.prompts.blocks import Block, BlockPrompt, Span
@@ -47,11 +47,9 @@ class BlockTokenizer:
         return self.final_ids(block.rendered_spans, first=first)
 
     def final_ids(self, text: str | Iterable[Span], *, first: bool) -> list[int]:
-        """Token ids of the final block.
+        """Token ids of the final block, with BOS if no context precedes it.
 
-        Args:
-            text: Text by origin, or a trusted string, in which control tokens are parsed.
-            first: Whether no context precedes the final block, so that it needs BOS.
+        ``text``: Text by origin, or a trusted string, in which control tokens are parsed.
         """
         ids = self._ids([Span(text, "prompt")] if isinstance(text, str) else text)
         # Most chat templates already include BOS. Do not add it twice.
@@ -80,12 +78,11 @@ class BlockTokenizer:
         Raises:
             ValueError: The prompt has no tokens.
         """
-        context, moved = _split(prompt.context, promote)
-        final = [
-            token
-            for place, block in enumerate(moved)
-            for token in self.block_ids(block, first=not context and not place)
-        ]
+        passages = [place for place, block in enumerate(prompt.context) if block.is_passage]
+        cut = passages[-promote:][0] if promote and passages else len(prompt.context)
+        context, final = [*prompt.context[:cut]], list[int]()
+        for place, block in enumerate(prompt.context[cut:], cut):
+            final += self.block_ids(block, first=place == 0)
         final += self.final_ids(prompt.final_spans, first=not prompt.context)
         while context and not final:
             final = self.block_ids(context.pop(), first=not context)
@@ -121,10 +118,3 @@ class BlockTokenizer:
             run = run.lstrip() if swallows else run
             swallows = swallows and not run
         return [*ids, *(self._encoder.plain_ids(run, opens=not ids) if run else [])]
-
-
-def _split(context: Sequence[Block], promote: int) -> tuple[list[Block], list[Block]]:
-    """Split a context before the first of its last ``promote`` passages."""
-    passages = [place for place, block in enumerate(context) if block.is_passage]
-    cut = passages[-promote:][0] if promote and passages else len(context)
-    return [*context[:cut]], [*context[cut:]]
