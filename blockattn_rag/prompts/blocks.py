@@ -74,10 +74,9 @@ class Span(NamedTuple):
 
 
 def merged(spans: Iterable[Span], only: Origin | None = None) -> tuple[Span, ...]:
-    """Drop empty spans, and join adjacent spans with the same origin, except passages.
+    """Drop empty spans, and join adjacent spans of the same origin, except passages.
 
-    Args:
-        only: Origin of the spans to join. Default: all origins.
+    ``only``: Origin of the spans to join. Default: all origins.
     """
     groups: list[tuple[Origin, list[str]]] = []  # Join texts at the end, in linear time.
     for span in spans:

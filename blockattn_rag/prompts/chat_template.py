@@ -288,18 +288,15 @@ def _find(contents: Sequence[Spans], text: str, template: Sequence[str]) -> list
 def _as_templates_show(spans: Spans) -> Iterator[Spans]:
     """Yield a content as templates render it: trimmed, without thoughts, escaped."""
     text, end = text_of(spans), "</think>"
-    starts = [0, text.rfind(end) + len(end)] if end in text else [0]
-    parts = [part for start in starts for part in _trimmed(text, start)]
+    stop, right = len(text), len(text.rstrip())
+    parts = []
+    for start in [0, text.rfind(end) + len(end)] if end in text else [0]:
+        left, line = (stop - len(text[start:].lstrip(blanks)) for blanks in (None, "\n"))
+        # Not trimmed, trimmed on both sides, on the left, on the right, and by leading newlines.
+        parts += [(start, stop), (left, right), (left, stop), (start, right), (line, stop)]
     yield from (_cut(spans, *part) for part in parts)
     for ensure_ascii in (False, True):
         yield from (_escaped(_cut(spans, *part), ensure_ascii=ensure_ascii) for part in parts)
-
-
-def _trimmed(text: str, start: int) -> Iterator[tuple[int, int]]:
-    """Yield the bounds of ``text[start:]`` after each kind of trimming that templates do."""
-    end, right = len(text), len(text.rstrip())
-    left, line = (end - len(text[start:].lstrip(blanks)) for blanks in (None, "\n"))
-    yield from ((start, end), (left, right), (left, end), (start, right), (line, end))
 
 
 def _cut(spans: Spans, start: int, stop: int) -> Spans:

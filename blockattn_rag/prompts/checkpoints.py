@@ -49,11 +49,7 @@ class Checkpoint:
 
 
 def other_switches(model: str, trained: Mapping[str, str], used: Mapping[str, str]) -> str:
-    """Sentence on how block-mode options differ from training. Empty if they match.
-
-    Args:
-        trained: Options used in training. Other options may have any value.
-    """
+    """Sentence on how options differ from those used in training. Empty if they match."""
     if all(used[name] == value for name, value in trained.items()):
         return ""
     with_, other = (

@@ -175,7 +175,6 @@ def _digest(text: str) -> str:
 
 @cache
 def _warn_of_foreign_markers() -> None:
-    """Warn once about foreign markers, which were typed or come from another installation."""
     logger.warning(
         "Found block markers that this installation did not create; they are treated as text. If "
         "they come from another of your machines, set the same %s on both (docs/security.md)",
@@ -184,13 +183,7 @@ def _warn_of_foreign_markers() -> None:
 
 
 def marker_key() -> bytes:
-    """This installation's key, from the environment or from a file in the user's state folder.
-
-    If the file cannot be written, the key is only valid for this process.
-
-    Raises:
-        ValueError: The key in the environment is too short.
-    """
+    """This installation's key, from the environment or from a file in the user's state folder."""
     with _key_guard:  # Concurrent threads must not create different keys.
         return _found_key()
 
@@ -238,14 +231,7 @@ def segment(string: str, template: BlockTemplate = NO_TEMPLATE) -> BlockPrompt:
 
 
 def content_spans(content: str, origin: Origin) -> list[Span]:
-    """Split a message's content into passages and the text around them, without markers.
-
-    Args:
-        content: Content of the message, in which markers may be cut.
-
-    Raises:
-        SegmentationError: There are more than ``MAX_MARKED`` passages.
-    """
+    """Split a message's content into passages and the text around them, without markers."""
     passages, gaps = parse(content)
     if len(passages) > MAX_MARKED:
         raise SegmentationError(
@@ -280,12 +266,9 @@ def holds_orphans(string: str) -> bool:
 
 
 def close_cut_passages(chunk: str) -> str:
-    """Add missing markers at the ends of a text splitter's chunk.
+    """Add missing markers to cut passages at the start or end of a text splitter's chunk.
 
     This turns a cut passage into a passage again, which counts as altered unless it is complete.
-
-    Args:
-        chunk: Output of the splitter. Cut passages must be at its start or end.
     """
     gaps = parse(chunk).gaps
     opens = closes = ""

@@ -76,7 +76,6 @@ Integers = NDArray[Any]
 
 @cache
 def _power_table(bits: int) -> tuple[Integers, Integers]:
-    """First ``2 ** bits`` powers of the hash base, and scaled powers of its inverse."""
     tables = []
     for base, first in ((_BASE, 1), (pow(_BASE, -1, 1 << 64), _SCALE)):
         powers = np.full(1 << bits, base, np.uint64)
@@ -86,6 +85,7 @@ def _power_table(bits: int) -> tuple[Integers, Integers]:
 
 
 def _powers(count: int) -> tuple[Integers, Integers]:
+    """At least ``count`` powers of the hash base, and scaled powers of its inverse."""
     return _power_table(max(16, count.bit_length()))
 
 
@@ -95,11 +95,9 @@ def _characters(text: str) -> Integers:
 
 
 def entries_of(texts: Iterable[str]) -> Entries:
-    """Create index entries for passages. Passages shorter than ``WINDOW``, and passages without
-    letters or digits, are skipped.
+    """Create index entries for passages, without surrounding white space.
 
-    Args:
-        texts: Passage texts. Surrounding white space is ignored, as in prompts.
+    Passages shorter than ``WINDOW``, and passages without letters or digits, are skipped.
     """
     rows = []
     for text in (text.strip() for text in texts):
@@ -107,18 +105,13 @@ def entries_of(texts: Iterable[str]) -> Entries:
             powers, inverses = _powers(len(text))
             terms = _characters(text) * powers[: len(text)]
             at, whole = _middle(len(text)), int(terms.sum()) * _SCALE & _MASK
-            inside = int(terms[at : at + WINDOW].sum())
-            window = inside * int(inverses[at]) & _MASK
+            window = int(terms[at : at + WINDOW].sum()) * int(inverses[at]) & _MASK
             rows.append((window, whole, len(text), [*bytes.fromhex(handle_of(text))]))
     return np.array(rows, ENTRY)
 
 
 class PassageMatcher:
-    """Finds indexed passages in texts. Thread-safe.
-
-    Args:
-        entries: Index entries, ``ENTRY [passages]``, in any order. Duplicates are allowed.
-    """
+    """Finds indexed passages in texts. Thread-safe. ``entries``: ``ENTRY [passages]``."""
 
     def __init__(self, entries: Entries) -> None:
         order = np.argsort(np.ascontiguousarray(entries["window"]), kind="stable")
@@ -172,9 +165,10 @@ class PassageMatcher:
     def candidates(
         self, sums: Integers, inverses: Integers, windows: Integers
     ) -> tuple[Integers, Entries]:
-        """Possible passage starts in a text, given its ``_hashes``, and each start's index
-        entry."""
-        at = self._seen_at(windows)
+        """Possible passage starts in a text, given its ``_hashes``, and their index entries."""
+        prefixes = windows >> self._shift
+        seen = self._seen.take((prefixes >> np.uint64(3)).view(np.int64))
+        at = np.flatnonzero((seen >> (prefixes.astype(np.uint8) & 7)) & 1)
         left = np.searchsorted(self._windows, windows[at], "left")
         counts = np.searchsorted(self._windows, windows[at], "right") - left
         kept = np.flatnonzero((counts > 0) & (np.cumsum(counts) <= _MOST_PAIRS))
@@ -187,12 +181,6 @@ class PassageMatcher:
         hashes = (sums[stops] - sums[starts]) * inverses[starts]
         same = np.flatnonzero(hashes == self.entries["whole"][rows])
         return starts[same], self.entries[rows[same]]
-
-    def _seen_at(self, windows: Integers) -> Integers:
-        """Positions of the hashes that may be in the index."""
-        prefixes = windows >> self._shift
-        seen = self._seen.take((prefixes >> np.uint64(3)).view(np.int64))
-        return np.flatnonzero((seen >> (prefixes.astype(np.uint8) & 7)) & 1)
 
 
 def marked_sources(spans: Iterable[Span]) -> tuple[Span, ...]:

@@ -43,11 +43,7 @@ def is_sink(name: str) -> bool:
 
 
 def sink_ids(sink: str, tokenizer: BlockTokenizer) -> list[int]:
-    """Token ids of a sink.
-
-    Raises:
-        ValueError: The model has no BOS token, or the head has fewer than N tokens.
-    """
+    """Token ids of a sink. Raises ``ValueError`` if the model cannot provide it."""
     if check_sink(sink) == NO_SINK:
         return []
     if sink == "bos":
