@@ -107,8 +107,7 @@ def test_passages_across_two_spans_are_not_recognized() -> None:
 @pytest.mark.parametrize("template", ["{{ m.content }}", "<{{ m.role }}>{{ m.content }}"])
 @pytest.mark.parametrize("roles", ["user user", "user tool"])
 def test_passages_across_two_messages_are_not_recognized(template: str, roles: str) -> None:
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = f"{{% for m in messages %}}{template}{{% endfor %}}"
+    tokenizer = tiny_tokenizer(chat=f"{{% for m in messages %}}{template}{{% endfor %}}")
     halves = zip(roles.split(), (f"{A} {B[:50]}", f"{B[50:]} {C}"), strict=True)
     spans = chat_spans(tokenizer, [{"role": role, "content": text} for role, text in halves])
     known = [A, B, f"{B[:50]}\n\n{B[50:]}", C]
