@@ -165,7 +165,11 @@ def _with_spans(message: Message) -> dict[str, Any]:
     role = message["role"]
     if not isinstance(role, str) or not _HARMLESS.fullmatch(role):
         raise ValueError(f"Invalid role {role!r:.60}: expected a plain word, such as 'user'")
-    return {**_plain_ids(message), "content": spans_of(message)}
+    return {**_with_strings(_fields(message), _plain_id), "content": spans_of(message)}
+
+
+def _fields(message: Message) -> dict[str, Any]:
+    return {name: value for name, value in message.items() if name != "content"}
 
 
 def spans_of(message: Message) -> Spans:
@@ -175,22 +179,9 @@ def spans_of(message: Message) -> Spans:
     return merged(content)
 
 
-def _plain_ids(message: Any) -> Any:
-    """Replace tool-call ids with plain words of up to 128 characters.
-
-    The length stays the same, because some templates check it.
-    """
-    if isinstance(message, (list, tuple)) and not isinstance(message, Span):
-        return type(message)(_plain_ids(item) for item in message)
-    if not isinstance(message, Mapping):
-        return message
-    plain = dict(message)
-    for key, value in message.items():
-        if key in _ID_FIELDS and isinstance(value, str):
-            plain[key] = _HARMFUL_CHARACTER.sub("_", value)[:128]
-        elif key != "arguments":  # Argument names are arbitrary.
-            plain[key] = _plain_ids(value)
-    return plain
+def _plain_id(value: str, field: str) -> str:
+    # The length stays the same, because some templates check it.
+    return _HARMFUL_CHARACTER.sub("_", value)[:128] if field in _ID_FIELDS else value
 
 
 def _with_reasoning(turn: dict[str, Any]) -> dict[str, Any]:
@@ -247,8 +238,7 @@ class _Slots:
             # Calls contain no passages, so markers are removed.
             return self.slot((Span(text_of(content_spans(value, origin)), origin),))
 
-        rest = {name: value for name, value in turn.items() if name != "content"}
-        return {**_with_strings(rest, replaced), "content": content}
+        return {**_with_strings(_fields(turn), replaced), "content": content}
 
     def slot(self, spans: Spans) -> str:
         if not (text := text_of(spans)).strip():
@@ -258,10 +248,15 @@ class _Slots:
 
 
 def _with_strings(value: Any, change: Callable[[str, str], str], field: str = "") -> Any:
-    """Replace each string in a nested value with ``change(string, name of its field)``."""
+    """Replace each string in a nested value with ``change(string, name of its field)``.
+
+    Names in the arguments of a call are arbitrary, so all strings there are ``arguments``.
+    """
     if isinstance(value, Mapping):
         return {
-            _with_strings(key, change, "name"): _with_strings(item, change, key)
+            _with_strings(key, change, "name"): _with_strings(
+                item, change, field if field == "arguments" else key
+            )
             for key, item in value.items()
         }
     if isinstance(value, (list, tuple)):
