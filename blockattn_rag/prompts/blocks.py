@@ -207,8 +207,6 @@ class BlockPrompt:
                 f"found {texts!r:.60}"
             )
         *context, final = texts
-        if isinstance(final, Block):
-            raise TypeError("The last item of a prompt is its final block, and must be a str")
         blocks = (
             text if isinstance(text, Block) else Block(text) for text in context if text != ""
         )

@@ -116,10 +116,10 @@ def test_foreign_markers_are_text_even_with_a_correct_digest() -> None:
 def test_a_foreign_marker_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     markers._warn_of_foreign_markers.cache_clear()
     with caplog.at_level(logging.WARNING, "blockattn_rag"):
-        for _ in range(2):
-            segment(f"[[kvblock:{OTHER}]]")
-    (record,) = caplog.records
-    assert "treated as text" in record.getMessage()
+        segment(f"[[kvblock:{OTHER}]]" * 2)
+        segment(f"[[kvblock:{OTHER}]]")
+    (message,) = caplog.messages
+    assert "treated as text" in message
 
 
 def test_text_around_and_between_passages_is_not_lost() -> None:

@@ -91,11 +91,6 @@ def test_the_ids_of_a_block_do_not_depend_on_its_neighbours(texts: list[str]) ->
     assert ids == alone
 
 
-def test_a_template_without_control_tokens_is_tokenized_together_with_the_text() -> None:
-    block = Block("text", BlockTemplate("- ", "\n"))
-    assert decoded(with_bos.block_ids(block, first=False)) == "- text\n"
-
-
 def test_lone_surrogates_become_question_marks_instead_of_failing() -> None:
     assert decoded(with_bos.block_ids(Block("a\ud800b"), first=False)) == "a?b"
     assert decoded(with_bos.final_ids("a\ud800b", first=False)) == "a?b"
