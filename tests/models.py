@@ -32,9 +32,7 @@ CHAT_TEMPLATE = (
 def tiny_tokenizer(*, bos: bool = True, chat: Any = True) -> PreTrainedTokenizerFast:
     """Tokenizer with one token per byte and eight control tokens.
 
-    Args:
-        bos: Whether to add BOS.
-        chat: Chat template, or whether to set the default one.
+    ``bos``: Whether to add BOS. ``chat``: Chat template, or whether to set the default one.
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))

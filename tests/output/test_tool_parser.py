@@ -280,11 +280,8 @@ def read_tokens(form: str, pieces: Pieces, *, special: bool) -> Read:
     tokenizer = marked_tokenizer(FORMATS[form].marks, special=special)
     ids: list[int] = []
     for text, is_token in pieces:
-        ids += (
-            [tokenizer.convert_tokens_to_ids(text)]
-            if is_token
-            else BASE(text, add_special_tokens=False)["input_ids"]
-        )
+        encode = tokenizer if is_token else BASE
+        ids += encode(text, add_special_tokens=False)["input_ids"]
     text = tokenizer.decode(ids, skip_special_tokens=True)
     parser = CallParser(FORMATS[form], ["look_up"], tokenizer)
     whole = plain(parser.parse(text, ids))

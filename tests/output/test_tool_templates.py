@@ -249,32 +249,18 @@ def test_ids_become_valid_for_mistral(template: str) -> None:
 
 
 def test_parallel_calls_are_split_for_templates_that_accept_one_call() -> None:
-    messages = [
-        user(),
-        calling(call("Paris", "1"), call("Rome", "2"), content="Both."),
-        result("22", "1"),
-        result("30", "2"),
-        user("And now?"),
-    ]
-    ready = known(tokenizer_with("LLAMA31")).ready(messages)
-    assert [turn["role"] for turn in ready] == [
-        *("user", "assistant", "tool", "assistant", "tool", "user")
-    ]
-    assert [turn["content"] for turn in ready[1:5]] == ["Both.", "22", "", "30"]
-    assert '"city": "Rome"' in text_of(spans_of("LLAMA31", *messages))
-
-
-def test_calls_of_two_turns_may_have_the_same_ids() -> None:
     def turn(*results: str) -> list[dict[str, Any]]:
-        calls = calling(call("Paris", "1"), call("Rome", "2"))
+        calls = calling(call("Paris", "1"), call("Rome", "2"), content="Both.")
         return [user(), calls, *(result(text, str(n)) for n, text in enumerate(results, 1))]
 
-    ready = known(tokenizer_with("LLAMA31")).ready([*turn("22", "30"), *turn("23", "31")])
-    found = [one["content"] for one in ready if one["role"] == "tool"]
-    assert found == ["22", "30", "23", "31"]
-    assert [one["role"] for one in ready] == 2 * [
+    messages = [*turn("22", "30"), *turn("23", "31")]  # the ids of both turns are the same
+    ready = known(tokenizer_with("LLAMA31")).ready(messages)
+    assert [message["role"] for message in ready] == 2 * [
         *("user", "assistant", "tool", "assistant", "tool")
     ]
+    contents = [message["content"] for message in ready if message["role"] != "user"]
+    assert contents == ["Both.", "22", "", "30", "Both.", "23", "", "31"]
+    assert '"city": "Rome"' in text_of(spans_of("LLAMA31", *messages))
 
 
 IN_WORDS = (

@@ -34,14 +34,10 @@ INSTRUCTION = (
     "Please write a high-quality answer for the given question using only the provided search "
     "documents (some of which might be irrelevant).\nQuestion: How {tall}?"
 )
+LISTED = ["- Title: Halden\n214 metres.\n", "- It has {braces}.\n"]
 # Rendered blocks of each format, the final block last. "*" stands for any text.
 EXPECTED = {
-    "block-attention": [
-        PREAMBLE,
-        "- Title: Halden\n214 metres.\n",
-        "- It has {braces}.\n",
-        f"\n\n{INSTRUCTION}",
-    ],
+    "block-attention": [PREAMBLE, *LISTED, f"\n\n{INSTRUCTION}"],
     "turborag": [
         "You are an accurate and reliable AI assistant*information in documents.'.\n\nDocs:",
         "<|doc_start|>Halden\n214 metres.<|doc_end|>",
@@ -50,14 +46,12 @@ EXPECTED = {
     ],
     "tulu3-block": [
         f"<|user|>\n{PREAMBLE}",
-        "- Title: Halden\n214 metres.\n",
-        "- It has {braces}.\n",
+        *LISTED,
         f"\n\n{INSTRUCTION}\n<|assistant|>\n",
     ],
     "llama3-block": [
         f"<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\n{PREAMBLE}",
-        "- Title: Halden\n214 metres.\n",
-        "- It has {braces}.\n",
+        *LISTED,
         f"<|eot_id|><|start_header_id|>user<|end_header_id|>\n\n{INSTRUCTION}"
         "<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n",
     ],

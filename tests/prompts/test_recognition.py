@@ -99,11 +99,6 @@ def test_system_messages_are_only_searched_on_request() -> None:
     assert matcher.split(spans, in_system=True) == (*rules, *question)
 
 
-def test_passages_across_two_spans_are_not_recognized() -> None:
-    spans = (Span(A[:50], "system"), Span(A[50:], "conversation"))
-    assert PassageMatcher(entries_of([A])).split(spans, in_system=True) == spans
-
-
 @pytest.mark.parametrize("template", ["{{ m.content }}", "<{{ m.role }}>{{ m.content }}"])
 @pytest.mark.parametrize("roles", ["user user", "user tool"])
 def test_passages_across_two_messages_are_not_recognized(template: str, roles: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, get_args
 
 import pytest
@@ -144,19 +145,18 @@ class TestSharedTokenizer:
             lambda: shared(self.HOSTILE, truncation=True, max_length=3),
             lambda: StopStringCriteria(shared, stop),
         ]
-        threads = [threading.Thread(target=disturb, args=(work,)) for work in disturbers]
-        for thread in threads:
-            thread.start()
-        try:
-            for number in range(400):
-                text = f"{self.HOSTILE}{number}"
-                for tokenizer in tokenizers:
-                    assert tokenizer.block_ids(Block(text), first=False) == with_bos.text_ids(text)
-                    assert tokenizer.final_ids("<|end|>" * 9, first=False) == [END] * 9
-        finally:
-            ended.set()
-            for thread in threads:
-                thread.join()
+        with ThreadPoolExecutor(len(disturbers)) as pool:
+            disturbing = [pool.submit(disturb, work) for work in disturbers]
+            try:
+                for number in range(400):
+                    text = f"{self.HOSTILE}{number}"
+                    expected = with_bos.text_ids(text)
+                    for tokenizer in tokenizers:
+                        assert tokenizer.block_ids(Block(text), first=False) == expected
+                        assert tokenizer.final_ids("<|end|>" * 9, first=False) == [END] * 9
+            finally:
+                ended.set()
+        assert all(future.exception() is None for future in disturbing)
 
 
 class TestAddedTokens:
