@@ -72,10 +72,7 @@ class Marker(NamedTuple):
 
 
 class MarkedSpan(NamedTuple):
-    """A marked passage: ``string[start:end]`` including markers, and the text between them.
-
-    ``intact``: Whether the text has not changed since it was marked.
-    """
+    """A marked passage, ``string[start:end]`` with its markers. ``intact``: It was not changed."""
 
     start: int
     end: int
@@ -84,10 +81,7 @@ class MarkedSpan(NamedTuple):
 
 
 class Gap(NamedTuple):
-    """Text before, between or after marked passages: ``string[start:end]``.
-
-    ``orphans``: Markers without a partner in this text, because a passage was cut.
-    """
+    """Text around marked passages, and markers in it whose partners were cut off."""
 
     start: int
     end: int

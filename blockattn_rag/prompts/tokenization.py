@@ -166,11 +166,6 @@ class _RustEncoder:
     """Copies of a ``tokenizers.Tokenizer``, the usual backend of transformers.
 
     The copies share one vocabulary, which would take seconds to copy.
-
-    Attributes:
-        prefix_ids: Ids that the tokenizer adds before text: usually none, or BOS.
-        control_tokens: Added tokens that plain text must never be tokenized to.
-        digest: SHA-256 of everything that determines token ids.
     """
 
     def __init__(self, serialized: str) -> None:
@@ -180,6 +175,7 @@ class _RustEncoder:
         self._parsing.no_padding()
         self.digest = hashlib.sha256(self._parsing.to_str().encode()).hexdigest()
         alone = self._parsing.encode("a", add_special_tokens=False).ids
+        # Ids that the tokenizer adds before text: usually none, or BOS.
         self.prefix_ids = _prefix_of(self._parsing.encode("a").ids, alone)
         self._parsing.post_processor = None  # The post-processor may change token offsets.
         self._added = self._parsing.get_added_tokens_decoder()
