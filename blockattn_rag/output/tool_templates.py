@@ -186,7 +186,7 @@ def _probed(tokenizer: Any) -> _Probed:
 def _probe(tokenizer: Any, source: str) -> _Probed:
     question: list[dict[str, Any]] = [{"role": "user", "content": "?"}]
     result = {"role": "tool", "tool_call_id": _CALL.id, "name": _CALL.name, "content": _RESULT}
-    call = {"role": "assistant", "content": "", "tool_calls": [_CALL.to_dict()]}
+    call: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": [_CALL.to_dict()]}
     history = [*question, call, result]
 
     def render(messages: list[dict[str, Any]], **variables: Any) -> str:
