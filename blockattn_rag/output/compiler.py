@@ -50,10 +50,7 @@ class Matcher:
         self._ids: list[int] = []
 
     def follow(self, ids: Sequence[int]) -> bool:
-        """Consume the answer so far, and return whether all of it matches the grammar.
-
-        ``ids``: All tokens of the answer, which need not continue those of the previous call.
-        """
+        """Consume all tokens of the answer so far, and return whether they match the grammar."""
         if self._ids != list(ids[: len(self._ids)]):
             self._matcher.reset()
             self._ids = []
@@ -111,10 +108,7 @@ class GrammarCompiler:
         self._compiled: dict[tuple[int, str, str], Future[LLMatcher | str]] = {}
 
     def start(self, grammar: Grammar) -> Future[LLMatcher | str]:
-        """Compile a grammar in the background, unless it is cached or already being compiled.
-
-        The result is the compiled grammar, or the reason why it cannot be compiled.
-        """
+        """Compile a grammar in the background. The result is an error message if it failed."""
         key = os.getpid(), grammar.kind, grammar.text  # A forked process lacks the threads.
         new: Future[LLMatcher | str] = Future()
         if (compiled := self._compiled.setdefault(key, new)) is not new:

@@ -37,10 +37,7 @@ class ReadAnswer(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """Position of a mark in an answer's text, from ``start`` to ``end``.
-
-    Control tokens do not appear in the text, so their start equals their end.
-    """
+    """Position of a mark in an answer. Control tokens are not in its text: start equals end."""
 
     start: int
     end: int
@@ -103,10 +100,7 @@ class CallParser:
         self._spelled = re.compile("|".join(spelled) or "(?!)")
 
     def parse(self, text: str, token_ids: Sequence[int] = (), start: int = 0) -> ReadAnswer:
-        """Parse a finished answer; see ``parse_answer``.
-
-        ``start``: Index in the text where the answer starts, after the model's thoughts.
-        """
+        """Parse a finished answer that starts at ``start``, after the model's thoughts."""
         return _Reader(self, text, self._marks(text, token_ids, start)).read(start)
 
     def shown(self, text: str, token_ids: Sequence[int] = (), start: int = 0) -> tuple[int, bool]:

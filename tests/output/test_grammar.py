@@ -71,11 +71,6 @@ def test_structural_tags_are_a_mapping_or_text() -> None:
     assert asked(None, {"structural_tag": text}).text == text
 
 
-def test_the_text_format_and_empty_options_need_no_grammar() -> None:
-    assert parse_grammar({"type": "text"}, None) is None
-    assert parse_grammar(None, None) is None
-
-
 def test_grammars_are_compared_by_content_and_can_be_pickled() -> None:
     one, other = asked(Tower), asked(Tower)
     assert one == other

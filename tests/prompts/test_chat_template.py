@@ -208,6 +208,8 @@ def test_a_variable_reaches_the_template() -> None:
     spans = chat_spans(tokenizer, [user("How?")], **given)
     assert spans[-1].text.endswith("<|assistant|>\n<think>\n\n</think>\n\n")
     assert (check_template_kwargs(tokenizer, None), check_template_kwargs(of(None), {})) == ({}, {})
+    with pytest.raises(ValueError, match="only uses: none"):
+        check_template_kwargs(of(None), given)
 
 
 @pytest.mark.parametrize(
@@ -225,8 +227,3 @@ def test_unread_and_reserved_variables_are_refused(
 ) -> None:
     with pytest.raises(error, match=told):
         check_template_kwargs(thinking_tokenizer(), given)
-
-
-def test_without_a_template_there_are_no_variables() -> None:
-    with pytest.raises(ValueError, match="only uses: none"):
-        check_template_kwargs(of(None), {"enable_thinking": False})
