@@ -29,8 +29,11 @@ CHAT_TEMPLATE = (
 )
 
 
-def tiny_tokenizer(*, bos: bool = True, chat: bool = True) -> PreTrainedTokenizerFast:
-    """Tokenizer with one token per byte and eight control tokens. ``bos``: Whether to add BOS."""
+def tiny_tokenizer(*, bos: bool = True, chat: Any = True) -> PreTrainedTokenizerFast:
+    """Tokenizer with one token per byte and eight control tokens.
+
+    ``bos``: Whether to add BOS. ``chat``: Chat template, or whether to set the default one.
+    """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -51,7 +54,7 @@ def tiny_tokenizer(*, bos: bool = True, chat: bool = True) -> PreTrainedTokenize
         pad_token="<|pad|>",
     )
     if chat:
-        tokenizer.chat_template = CHAT_TEMPLATE
+        tokenizer.chat_template = CHAT_TEMPLATE if chat is True else chat
     return tokenizer
 
 

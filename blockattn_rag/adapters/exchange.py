@@ -15,8 +15,8 @@ from blockattn_rag.adapters.engine_source import EngineSource
 from blockattn_rag.engine.pending import Group
 from blockattn_rag.engine.results import Generation, GenerationChunk
 from blockattn_rag.output import CallParser, InvalidToolCall, ToolCall
-from blockattn_rag.output.answer_reader import AnswerReader
 from blockattn_rag.output.answers import ThoughtReader, has_no_thoughts
+from blockattn_rag.output.tool_parser import AnswerReader
 from blockattn_rag.output.tool_use import ToolUse, prompt_spans, with_default_calls
 from blockattn_rag.prompts.blocks import BlockPrompt
 from blockattn_rag.prompts.chat_template import Spans, check_template_kwargs

@@ -16,7 +16,7 @@ from langchain_core.tools import BaseTool, StructuredTool
 from pydantic import BaseModel, Field
 
 from blockattn_rag.langchain.documents import as_block_prompt, format_blocks
-from blockattn_rag.output.tool_calls import new_call_id
+from blockattn_rag.output.tool_formats import new_call_id
 from blockattn_rag.prompts.markers import strip_markers
 
 NOTHING_FOUND = "Nothing was found."

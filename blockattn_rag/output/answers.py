@@ -21,23 +21,16 @@ _REASONS = {
     "if the context window is full), or limit the schema with maxLength, maxItems and maximum",
     "repetition": "was stopped because it repeated itself: pass a schema, change the prompt, or "
     "set a temperature",
+    "depth": "is nested too deeply to be parsed: limit the depth of the schema",
 }
 
 
 def complete_json(text: str, finish_reason: str | None) -> Any:
-    """Parse an answer that must be complete JSON.
-
-    Raises:
-        IncompleteAnswerError: The answer was cut off, is not JSON, or is nested too deeply.
-    """
+    """Parse an answer that must be complete JSON. Raises ``IncompleteAnswerError``."""
     try:
         value = json.loads(text)
     except RecursionError:
-        raise IncompleteAnswerError(
-            "A JSON answer is nested too deeply to be parsed: limit the depth of the schema. Found "
-            f"{_shown(text)}",
-            text,
-        ) from None
+        raise incomplete(text, "depth") from None
     except ValueError as error:
         raise incomplete(text, finish_reason, str(error)) from error
     if finish_reason == "length" and type(value) in (int, float):  # Digits may be missing.
@@ -46,14 +39,10 @@ def complete_json(text: str, finish_reason: str | None) -> Any:
 
 
 def incomplete(text: str, finish_reason: str | None, reason: str = "") -> IncompleteAnswerError:
-    """Create an error for an incomplete JSON answer."""
     ended = f"ended before it was complete: remove stop strings that it may contain ({reason})"
     why = _REASONS.get(finish_reason or "", ended)
-    return IncompleteAnswerError(f"A JSON answer {why}. Found {_shown(text)}", text)
-
-
-def _shown(text: str) -> str:
-    return repr(text) if len(text) <= 200 else f"{text[:100]!r} ... {text[-100:]!r}"
+    shown = repr(text) if len(text) <= 200 else f"{text[:100]!r} ... {text[-100:]!r}"
+    return IncompleteAnswerError(f"A JSON answer {why}. Found {shown}", text)
 
 
 class Said(NamedTuple):
@@ -74,6 +63,11 @@ def has_no_thoughts(options: Mapping[str, Any]) -> bool:
     if grammar is None or grammar.kind == "structural_tag":
         return False
     return CLOSING not in grammar.text
+
+
+def begun_length(text: str, mark: str) -> int:
+    """Number of characters at the end of ``text`` that may be the beginning of ``mark``."""
+    return next((n for n in range(len(mark) - 1, 0, -1) if text.endswith(mark[:n])), 0)
 
 
 class ThoughtReader:
@@ -99,30 +93,28 @@ class ThoughtReader:
         self._held = ""  # Text that has not been classified yet.
         self._has_thoughts = False
 
-    def push(self, text: str) -> Said:
-        """Add the next piece, and return the text that can now be classified."""
+    def push(self, text: str, *, is_last: bool = False) -> Said:
+        """Add the next piece, and return the text that can now be classified.
+
+        ``is_last``: Whether the output is complete, so that all remaining text is returned.
+        """
         self._held += text
-        thoughts = ""
+        thoughts = answer = ""
         if self._at == "start":
             begun = self._held.lstrip()
             if begun.startswith(OPENING):
                 self._at, self._held = "thoughts", begun.removeprefix(OPENING)
-            elif not OPENING.startswith(begun):
+            elif is_last or not OPENING.startswith(begun):
                 self._at = "answer"
         if self._at == "thoughts":
-            thoughts = self._thoughts()
+            thoughts = self._thoughts(is_last)
         if self._at == "gap" and self._held.lstrip():
             self._at, self._held = "answer", self._held.lstrip()
-        return Said(thoughts, self._taken() if self._at == "answer" else "")
+        if self._at == "answer":
+            answer, self._held = self._held, ""
+        return Said(thoughts, answer)
 
-    def finish(self, text: str = "") -> Said:
-        """Add the last piece, and return the remaining text."""
-        said = self.push(text)
-        if self._at == "thoughts":
-            return Said(said.thoughts + self._taken().rstrip(), said.answer)
-        return Said(said.thoughts, said.answer + ("" if self._at == "gap" else self._taken()))
-
-    def _thoughts(self) -> str:
+    def _thoughts(self, is_last: bool) -> str:
         """Thoughts up to the closing mark, or up to trailing text that may be the start of it."""
         if not self._has_thoughts:
             self._held = self._held.lstrip()
@@ -130,12 +122,8 @@ class ThoughtReader:
         if mark:
             self._at, self._held = "gap", rest
             return text.rstrip()
-        sizes = (n for n in range(len(CLOSING) - 1, 0, -1) if text.endswith(CLOSING[:n]))
-        certain = text[: len(text) - next(sizes, 0)].rstrip()
+        held = 0 if is_last else begun_length(text, CLOSING)
+        certain = text[: len(text) - held].rstrip()
         self._held = text[len(certain) :]
         self._has_thoughts |= bool(certain)
         return certain
-
-    def _taken(self) -> str:
-        text, self._held = self._held, ""
-        return text

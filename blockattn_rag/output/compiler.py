@@ -13,6 +13,7 @@ import os
 import threading
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,9 +21,8 @@ from numpy.typing import NDArray
 
 from blockattn_rag.errors import GrammarError, UnsupportedModelError
 from blockattn_rag.lazy import missing_extra
-from blockattn_rag.output.depth import check_lark, check_schema
 from blockattn_rag.output.grammar import Grammar, choice_grammar
-from blockattn_rag.output.schema import prepared
+from blockattn_rag.output.schema import check_lark, check_schema, prepared
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -50,11 +50,7 @@ class Matcher:
         self._ids: list[int] = []
 
     def follow(self, ids: Sequence[int]) -> bool:
-        """Consume the answer so far, and return whether all of it matches the grammar.
-
-        Args:
-            ids: All tokens of the answer, which need not continue those of the previous call.
-        """
+        """Consume all tokens of the answer so far, and return whether they match the grammar."""
         if self._ids != list(ids[: len(self._ids)]):
             self._matcher.reset()
             self._ids = []
@@ -71,13 +67,9 @@ class Matcher:
     def allowed(self, vocabulary: int, ends: Collection[int]) -> NDArray[np.bool_]:
         """Compute whether each token may come next, bool ``[vocabulary]``.
 
-        Args:
-            vocabulary: Number of tokens that the model predicts.
-            ends: Ids of the tokens that end an answer, which are allowed once it is complete.
+        ``ends``: Ids of the tokens that end an answer, which are allowed once it is complete.
         """
-        mask = self._mask()[:vocabulary]
-        allowed = np.zeros(vocabulary, bool)
-        allowed[: len(mask)] = mask
+        allowed = self._mask(vocabulary)
         allowed[self._own_ends] = False
         allowed[list(ends)] = self.is_complete()
         return allowed
@@ -86,10 +78,10 @@ class Matcher:
         """Try the first token of an answer, which most oversized grammars fail on."""
         self.follow(np.flatnonzero(self._mask())[:1].tolist())
 
-    def _mask(self) -> NDArray[np.uint8]:
+    def _mask(self, size: int | None = None) -> NDArray[np.bool_]:
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         self._check()
-        return np.unpackbits(bits, bitorder="little")
+        return np.unpackbits(bits, count=size, bitorder="little").view(np.bool_)
 
     def _check(self) -> None:
         # After an error, llguidance's matcher raises nothing: it only allows the end of the answer.
@@ -107,24 +99,16 @@ class GrammarCompiler:
 
     Each grammar is compiled once, in a separate thread, so a slow grammar delays neither the model
     nor other grammars.
-
-    Args:
-        ends: Ids of the tokens that end an answer.
     """
 
     def __init__(self, tokenizer: Any, ends: Collection[int], name: str) -> None:
         self._tokenizer = tokenizer
         self._ends = sorted(ends)
         self._name = name
-        self._ll_tokenizer: LLTokenizer | None = None
         self._compiled: dict[tuple[int, str, str], Future[LLMatcher | str]] = {}
 
     def start(self, grammar: Grammar) -> Future[LLMatcher | str]:
-        """Compile a grammar in the background, unless it is cached or already being compiled.
-
-        Returns:
-            Future of the compiled grammar, or of the reason why it cannot be compiled.
-        """
+        """Compile a grammar in the background. The result is an error message if it failed."""
         key = os.getpid(), grammar.kind, grammar.text  # A forked process lacks the threads.
         new: Future[LLMatcher | str] = Future()
         if (compiled := self._compiled.setdefault(key, new)) is not new:
@@ -161,8 +145,6 @@ class GrammarCompiler:
         except ImportError as error:
             needed = missing_extra("llguidance", "structured")
             raise ImportError(f"Structured output needs {needed}") from error
-        if self._ll_tokenizer is None:
-            self._ll_tokenizer = _make_ll_tokenizer(self._tokenizer, self._ends, self._name)
         try:
             text = _ll_grammar(grammar)
         except RecursionError:
@@ -182,6 +164,26 @@ class GrammarCompiler:
         Matcher(compiled.deep_copy(), self._ends, grammar.name).check_begins()
         return compiled
 
+    @cached_property
+    def _ll_tokenizer(self) -> LLTokenizer:
+        from llguidance import LLTokenizer
+
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            raise UnsupportedModelError(
+                f"The tokenizer of {self._name} is a {type(self._tokenizer).__name__}, but "
+                "grammars require a tokenizer from the tokenizers library"
+            )
+        backend = copy.copy(backend)
+        backend.no_padding()
+        backend.no_truncation()
+        try:
+            return LLTokenizer(backend.to_str(), eos_token=self._ends or None)
+        except ValueError as error:
+            raise UnsupportedModelError(
+                f"Grammars cannot be compiled for the tokenizer of {self._name}: {error}"
+            ) from error
+
 
 def _refused(grammar: Grammar, why: str) -> GrammarError:
     shown = why if len(why) <= 1000 else f"{why[:500]} ... {why[-500:]}"
@@ -195,31 +197,10 @@ def _capitalized(name: str) -> str:
     return name[:1].upper() + name[1:]
 
 
-def _make_ll_tokenizer(tokenizer: Any, ends: Sequence[int], name: str) -> LLTokenizer:
-    from llguidance import LLTokenizer
-
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        raise UnsupportedModelError(
-            f"The tokenizer of {name} is a {type(tokenizer).__name__}, but grammars require a "
-            "tokenizer from the tokenizers library"
-        )
-    backend = copy.copy(backend)
-    backend.no_padding()
-    backend.no_truncation()
-    try:
-        return LLTokenizer(backend.to_str(), eos_token=list(ends) or None)
-    except ValueError as error:
-        raise UnsupportedModelError(
-            f"Grammars cannot be compiled for the tokenizer of {name}: {error}"
-        ) from error
-
-
 def _ll_grammar(grammar: Grammar) -> str:
-    """Convert a grammar to llguidance's format."""
     from llguidance import LLMatcher, StructTag, grammar_from
 
-    if grammar.kind == "json" or grammar.kind == "json_object":
+    if grammar.kind in ("json", "json_object"):
         schema = _checked_schema(json.loads(grammar.text))
         defaults: Any = {"whitespace_pattern": _WHITESPACE}
         return LLMatcher.grammar_from_json_schema(schema, defaults=defaults)
@@ -230,17 +211,16 @@ def _ll_grammar(grammar: Grammar) -> str:
                 "Expected structural_tag to be {'triggers': [...], 'structures': [{'begin': ..., "
                 f"'schema': ..., 'end': ...}}]}}, found {grammar.text[:200]}"
             )
-        return StructTag.to_grammar(
-            [
-                StructTag(
-                    trigger=_trigger(tag["begin"], tags["triggers"]),
-                    begin=tag["begin"],
-                    grammar=_checked_schema(tag["schema"]),
-                    end=tag["end"],
+        structures = []
+        for tag in tags["structures"]:
+            begin, triggers = tag["begin"], tags["triggers"]
+            if not (fitting := [trigger for trigger in triggers if begin.startswith(trigger)]):
+                raise ValueError(
+                    f"{begin!r} does not start with any of the triggers {', '.join(triggers)}"
                 )
-                for tag in tags["structures"]
-            ]
-        )
+            schema, end = _checked_schema(tag["schema"]), tag["end"]
+            structures.append(StructTag(trigger=fitting[0], begin=begin, grammar=schema, end=end))
+        return StructTag.to_grammar(structures)
     if grammar.kind == "choice":
         return LLMatcher.grammar_from_lark(choice_grammar(json.loads(grammar.text)))
     text = grammar_from(grammar.kind, grammar.text)
@@ -252,10 +232,3 @@ def _ll_grammar(grammar: Grammar) -> str:
 def _checked_schema(schema: dict[str, Any]) -> dict[str, Any]:
     check_schema(schema)
     return prepared(schema)
-
-
-def _trigger(begin: str, triggers: Sequence[str]) -> str:
-    for trigger in triggers:
-        if begin.startswith(trigger):
-            return trigger
-    raise ValueError(f"{begin!r} does not start with any of the triggers {', '.join(triggers)}")

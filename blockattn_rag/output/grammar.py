@@ -59,46 +59,44 @@ def parse_grammar(response_format: Any, structured_outputs: Any) -> Grammar | No
     Args:
         response_format: Response format as in OpenAI's API, or a pydantic class.
         structured_outputs: Mapping as in vLLM, with one kind of grammar.
-
-    Raises:
-        TypeError, ValueError: An option is malformed, or both are set.
-        GrammarError: The grammar is too large or nested too deeply.
     """
-    if structured_outputs is None:
-        return None if response_format is None else _of_format(response_format)
-    if response_format is not None:
+    if response_format is not None and structured_outputs is not None:
         raise ValueError("Pass either response_format or structured_outputs, not both")
-    return _of_outputs(structured_outputs)
+    try:
+        if structured_outputs is not None:
+            return _of_outputs(structured_outputs)
+        return None if response_format is None else _of_format(response_format)
+    except RecursionError:
+        raise GrammarError(
+            "A grammar is nested too deeply, expected fewer than 100 levels: flatten the schema, "
+            "or make it recursive with $ref"
+        ) from None
 
 
 def _of_format(value: Any) -> Grammar | None:
     schema_of = getattr(value, "model_json_schema", None)
     if isinstance(value, type) and callable(schema_of):
-        value = {
-            "type": "json_schema",
-            "json_schema": {"name": value.__name__, "schema": schema_of()},
-        }
-    if not isinstance(value, Mapping) or "type" not in value:
-        raise TypeError(
-            "response_format must be a pydantic class, or a mapping with a type, such as "
-            f"{{'type': 'json_schema', 'json_schema': {{...}}}}; found {_shown(value)}"
-        )
-    match value["type"]:
-        case "text":
+        return _of_schema(schema_of(), value.__name__)
+    match value:
+        case {"type": "text"}:
             return None
-        case "json_object":
-            return _any_object()
-        case "json_schema":
-            named = value.get("json_schema")
-            if not isinstance(named, Mapping) or not isinstance(named.get("schema"), Mapping):
-                raise ValueError(
-                    "response_format of type json_schema must have its schema in "
-                    f"['json_schema']['schema']; found {_shown(value)}"
-                )
-            return _of_schema(named["schema"], named.get("name"))
-    raise ValueError(
-        "The type of response_format must be json_schema, json_object or text; found "
-        f"{_shown(value['type'])}"
+        case {"type": "json_object"}:
+            return _of_outputs({"json_object": True})
+        case {"type": "json_schema", "json_schema": {"schema": Mapping() as schema, **rest}}:
+            return _of_schema(schema, rest.get("name"))
+        case {"type": "json_schema"}:
+            raise ValueError(
+                "response_format of type json_schema must have its schema in "
+                f"['json_schema']['schema']; found {_shown(value)}"
+            )
+        case {"type": kind}:
+            raise ValueError(
+                "The type of response_format must be json_schema, json_object or text; found "
+                f"{_shown(kind)}"
+            )
+    raise TypeError(
+        "response_format must be a pydantic class, or a mapping with a type, such as "
+        f"{{'type': 'json_schema', 'json_schema': {{...}}}}; found {_shown(value)}"
     )
 
 
@@ -120,9 +118,10 @@ def _of_outputs(outputs: Any) -> Grammar:
                 raise TypeError(f"A JSON schema must be an object; found {_shown(value)}")
             return _of_schema(schema)
         case "json_object":
-            return _any_object()
+            return Grammar(kind, '{"type":"object"}', "a JSON object")
         case "choice":
-            if not _is_choice(value):
+            is_list = isinstance(value, Sequence) and not isinstance(value, str)
+            if not (is_list and value and all(isinstance(item, str) and item for item in value)):
                 raise TypeError(f"choice must be a list of strings; found {_shown(value)}")
             return Grammar(kind, _json(list(value)), f"the choice {_shown(value)}")
         case "structural_tag":
@@ -134,26 +133,15 @@ def _of_outputs(outputs: Any) -> Grammar:
     return Grammar(kind, value, name)
 
 
-def _any_object() -> Grammar:
-    return Grammar("json_object", '{"type":"object"}', "a JSON object")
-
-
 def _of_schema(schema: Mapping[str, Any], name: Any = None) -> Grammar:
     title = name or schema.get("title")
     shown = f"the JSON schema {str(title)!r}" if title else "the JSON schema"
     return Grammar("json", _json(schema), shown)
 
 
-def _is_choice(value: Any) -> bool:
-    is_list = isinstance(value, Sequence) and not isinstance(value, str)
-    return is_list and bool(value) and all(isinstance(choice, str) and choice for choice in value)
-
-
 def _read(text: str) -> Any:
     try:
         return json.loads(text)
-    except RecursionError:
-        raise _too_deep() from None
     except ValueError as error:
         raise ValueError(f"Invalid JSON in a schema: {error}; found {_shown(text)}") from error
 
@@ -161,17 +149,8 @@ def _read(text: str) -> Any:
 def _json(value: Any) -> str:
     try:
         return json.dumps(value, ensure_ascii=False)
-    except RecursionError:
-        raise _too_deep() from None
     except (TypeError, ValueError) as error:
         raise TypeError(f"A grammar must be plain JSON; found {_shown(value)}") from error
-
-
-def _too_deep() -> GrammarError:
-    return GrammarError(
-        "A grammar is nested too deeply, expected fewer than 100 levels: flatten the schema, or "
-        "make it recursive with $ref"
-    )
 
 
 def _shown(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""Parser for answers with text and tool calls."""
+"""Parser for answers with thoughts, text and tool calls, complete or streamed."""
 
 from __future__ import annotations
 
@@ -9,14 +9,18 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from blockattn_rag.output.tool_calls import (
+from blockattn_rag.output.answers import Said, ThoughtReader, begun_length
+from blockattn_rag.output.tool_formats import (
     InvalidToolCall,
     ToolCall,
+    ToolFormat,
     decode_json,
+    mark_ids,
     new_call_id,
     read_call,
 )
-from blockattn_rag.output.tool_formats import ToolFormat, mark_ids
+
+Call = ToolCall | InvalidToolCall
 
 _NAME = re.compile(r'\[?\s*\{\s*"name"\s*:\s*"([^"\\]+)"')
 _VISIBLE = re.compile(r"\S")
@@ -33,10 +37,7 @@ class ReadAnswer(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """Position of a mark in an answer's text, from ``start`` to ``end``.
-
-    Control tokens do not appear in the text, so their start equals their end.
-    """
+    """Position of a mark in an answer. Control tokens are not in its text: start equals end."""
 
     start: int
     end: int
@@ -56,7 +57,6 @@ def parse_answer(
 
     Args:
         text: Text of the answer without control tokens.
-        names: Names of the tools.
         token_ids: Token ids of the answer.
         tokenizer: The model's transformers tokenizer. Marks that are single tokens only count where
             ``token_ids`` contains the token, so that quoted calls remain text. None: marks are
@@ -100,36 +100,23 @@ class CallParser:
         self._spelled = re.compile("|".join(spelled) or "(?!)")
 
     def parse(self, text: str, token_ids: Sequence[int] = (), start: int = 0) -> ReadAnswer:
-        """Parse a finished answer.
-
-        Args:
-            text: Generated text without control tokens.
-            token_ids: All generated token ids, including control tokens.
-            start: Index in the text where the answer starts, after the model's thoughts.
-        """
+        """Parse a finished answer that starts at ``start``, after the model's thoughts."""
         return _Reader(self, text, self._marks(text, token_ids, start)).read(start)
 
     def shown(self, text: str, token_ids: Sequence[int] = (), start: int = 0) -> tuple[int, bool]:
-        """Find how much of an incomplete answer can be streamed; see ``parse`` for the arguments.
+        """Return where the text of an incomplete answer ends so far, and whether a call has begun.
 
-        Returns:
-            End index of the text before the first call, and whether a call has begun. Once a call
-            has begun, the remaining text is unknown until the answer is complete.
+        Once a call has begun, the remaining text is unknown until the answer is complete.
         """
         form, answer = self.form, text[start:].lstrip()
         if form.is_bare and (not answer or answer.startswith("{")):
             return start, bool(answer)
         is_token = form.opening in self._tokens.values()
-        opening = None
-        if not is_token or any(self._tokens.get(token) == form.opening for token in token_ids):
-            marks = self._marks(text, token_ids, start)
-            opening = next((mark for mark in marks if mark.text == form.opening), None)
+        marks = self._marks(text, token_ids, start)
+        opening = next((mark for mark in marks if mark.text == form.opening), None)
         before = text[start:] if opening is None else text[start : opening.start]
         if opening is None and not is_token:
-            sizes = range(len(form.opening) - 1, 0, -1)
-            before = before[
-                : -next((n for n in sizes if before.endswith(form.opening[:n])), 0) or None
-            ]
+            before = before[: len(before) - begun_length(before, form.opening)]
         if self.only_first and before.strip():
             return len(text), False
         return start + len(before.rstrip()), opening is not None
@@ -146,7 +133,6 @@ class CallParser:
         ]
 
     def _token_marks(self, text: str, token_ids: Sequence[int]) -> list[Mark]:
-        """Find the marks that are tokens."""
         marks, end, first = [], 0, 0
         for index, token in enumerate(token_ids):
             if (mark := self._tokens.get(token)) is None:
@@ -160,10 +146,51 @@ class CallParser:
         return marks
 
     def _decode(self, ids: Sequence[int]) -> str:
-        text: str = self._tokenizer.decode(
-            list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
-        return text
+        options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
+        return str(self._tokenizer.decode([*ids], **options))
+
+
+class AnswerReader:
+    """Splits a model's output into thoughts, text and calls during streaming.
+
+    From the first call on, text is held back and returned with the calls at the end.
+    """
+
+    def __init__(self, thoughts: ThoughtReader, parser: CallParser | None) -> None:
+        self._thoughts = thoughts
+        self._parser = parser
+        self._output = ""
+        self._ids: list[int] = []
+        self._answer_length = 0  # Length of the answer at the end of the output.
+        self._shown = 0
+        self._is_held = False
+
+    def push(self, text: str, token_ids: Sequence[int]) -> Said:
+        """Add the next piece, and return the thoughts and text that can be streamed."""
+        said = self._split(text)
+        self._ids += token_ids
+        if self._parser is None or not self._answer_length or self._is_held:
+            return said if self._parser is None else Said(said.thoughts)
+        start = len(self._output) - self._answer_length
+        end, self._is_held = self._parser.shown(self._output, self._ids, start)
+        new = self._output[start + self._shown : end]
+        self._shown += len(new)
+        return Said(said.thoughts, new)
+
+    def finish(self, text: str, token_ids: Sequence[int]) -> tuple[Said, ReadAnswer]:
+        """Parse the finished output, and return new thoughts and text, and all calls."""
+        said = self._split(text[len(self._output) :], is_last=True)
+        has_only_thoughts = not self._answer_length and bool(text.strip())
+        if self._parser is None or has_only_thoughts:
+            return said, ReadAnswer(said.answer, [], [])
+        answer = self._parser.parse(text, token_ids, len(text) - self._answer_length)
+        return Said(said.thoughts, answer.text[self._shown :]), answer
+
+    def _split(self, text: str, *, is_last: bool = False) -> Said:
+        self._output += text
+        said = self._thoughts.push(text, is_last=is_last)
+        self._answer_length += len(said.answer)
+        return said
 
 
 class _Reader:
@@ -174,7 +201,7 @@ class _Reader:
         self._marks = marks
         self._starts = [mark.start for mark in marks]
         self._next = 0  # Index of the first unread mark.
-        self._calls: list[ToolCall | InvalidToolCall] = []
+        self._calls: list[Call] = []
         self._latest = ""  # The previous call, if only white space has followed.
         self._may_be_bare = parser.form.is_bare
         self._shown = ""
@@ -194,9 +221,9 @@ class _Reader:
             [call for call in self._calls if isinstance(call, InvalidToolCall)],
         )
 
-    def _read_part(self, at: int) -> tuple[str, list[ToolCall | InvalidToolCall], int] | None:
-        """Read the next calls. Returns the text before them, the calls, and their end index."""
-        opening = self._mark(at, self._form.opening)
+    def _read_part(self, at: int) -> tuple[str, list[Call], int] | None:
+        """Return the text before the next calls, the calls, and their end index."""
+        opening = self._next_mark(at, self._form.opening)
         bare = self._bare_start(at, opening) if self._may_be_bare else None
         if bare is not None:
             calls, end = self._read_calls(bare)
@@ -225,7 +252,7 @@ class _Reader:
         if kept:
             self._latest = ""
 
-    def _add_call(self, call: ToolCall | InvalidToolCall) -> bool:
+    def _add_call(self, call: Call) -> bool:
         """Add a call, and return whether the answer continues."""
         said = call.arguments if isinstance(call, ToolCall) else call.text
         latest, self._latest = self._latest, json.dumps([call.name, said], sort_keys=True)
@@ -245,8 +272,7 @@ class _Reader:
         is_marked = opening is not None and opening.start <= start
         return start if self._text.startswith("{", start) and not is_marked else None
 
-    def _read_calls(self, start: int) -> tuple[list[ToolCall | InvalidToolCall], int]:
-        """Read the calls that begin at ``start``. Returns them and their end index."""
+    def _read_calls(self, start: int) -> tuple[list[Call], int]:
         form, text = self._form, self._text
         name, call_id, begin = self._read_head(start)
         end = start
@@ -255,7 +281,7 @@ class _Reader:
                 expected = "a tool's name and JSON" if form.arguments_mark else "JSON"
                 raise ValueError(f"Expected {expected}, found {text[start : start + 40].strip()!r}")
             values, end = self._read_values(begin, is_arguments=name is not None)
-            closing = self._mark(end, form.opening, form.closing) if form.closing else None
+            closing = self._next_mark(end, form.opening, form.closing) if form.closing else None
             stop = closing.start if closing else len(text) if form.closing else end
             if rest := text[end:stop].strip():
                 raise ValueError(f"Found {rest[:40]!r} after the JSON of a call")
@@ -266,32 +292,27 @@ class _Reader:
             values = [{"name": name, form.argument_keys[0]: values[0], "id": call_id}]
         shows = [shown] if len(values) == 1 else [json.dumps(v, ensure_ascii=False) for v in values]
         calls = [read_call(v, s, form.argument_keys) for v, s in zip(values, shows, strict=True)]
-        return calls, self._read_closing(closing, stop)
+        return calls, self._end_of_call(closing, stop)
 
     def _read_malformed(
         self, start: int, at: int, name: str | None, error: str
-    ) -> tuple[list[ToolCall | InvalidToolCall], int]:
-        """Read an invalid call, which ends at the next mark from ``at`` on."""
+    ) -> tuple[list[Call], int]:
         if name is None and (match := _NAME.match(self._text, self._visible(start))):
             name = match[1]
-        mark = self._mark(at, self._form.opening, self._form.closing)
+        mark = self._next_mark(at, self._form.opening, self._form.closing)
         if mark is None:
             error = f"The answer ends before the call does: {error}"
         stop = len(self._text) if mark is None else mark.start
         shown = self._text[start:stop].strip()
-        return [InvalidToolCall(shown, error, name)], self._read_closing(mark, stop)
+        return [InvalidToolCall(shown, error, name)], self._end_of_call(mark, stop)
 
-    def _read_closing(self, mark: Mark | None, stop: int) -> int:
-        if mark is None or mark.text != self._form.closing:
-            return stop
-        self._next = mark.number + 1
-        return mark.end
+    def _end_of_call(self, mark: Mark | None, stop: int) -> int:
+        return mark.end if mark and mark.text == self._form.closing else stop
 
     def _read_head(self, start: int) -> tuple[str | None, str | None, int | None]:
-        """Read the name and id before the JSON, if the format puts them there, and the JSON's
-        start."""
+        """Return the name and id before the JSON, and the JSON's start. None: not there."""
         form, begin = self._form, self._visible(start)
-        mark = self._mark(start, *form.marks) if form.arguments_mark else None
+        mark = self._next_mark(start, *form.marks) if form.arguments_mark else None
         is_json = bool(form.closing) or self._text.startswith(("[", "{"), begin)
         if is_json and (mark is None or mark.start > begin):
             return None, None, begin
@@ -299,20 +320,15 @@ class _Reader:
         name = self._text[start : mark.start].strip() if mark else ""
         if name and mark and mark.text == form.id_mark:
             self._next = mark.number + 1
-            following = self._mark(mark.end, *form.marks)
+            following = self._next_mark(mark.end, *form.marks)
             call_id = self._text[mark.end : following.start].strip() if following else None
             mark = following
         if not name or mark is None or mark.text != form.arguments_mark:
             return None, None, None
-        self._next = mark.number + 1
         return name, call_id, self._visible(mark.end)
 
     def _read_values(self, at: int, *, is_arguments: bool) -> tuple[list[Any], int]:
-        """Read the objects of a call, or of a list of calls. Returns them and their end index.
-
-        A list ends at an object that repeats the previous one, because models may repeat calls
-        until the answer is cut off.
-        """
+        """Return the objects of a call, or of a list of calls, and their end index."""
         text = self._text
         if is_arguments or not text.startswith("[", at):
             value, end = decode_json(text, at)
@@ -326,7 +342,7 @@ class _Reader:
             values.append(value)
             written = [json.dumps(value, sort_keys=True) for value in values[-2:]]
             if len(written) == 2 and written[0] == written[1]:
-                return values, len(text)
+                return values, len(text)  # Models may repeat calls until the answer is cut off.
             at = self._visible(at)
             if text.startswith("]", at):
                 return values, at + 1
@@ -334,8 +350,7 @@ class _Reader:
                 raise ValueError(f"Expected ',' or ']', found {text[at : at + 40]!r}")
             at = self._visible(at + 1)
 
-    def _mark(self, at: int, *kinds: str) -> Mark | None:
-        """Next unread mark of these kinds at or after an index."""
+    def _next_mark(self, at: int, *kinds: str) -> Mark | None:
         places = range(max(self._next, bisect_left(self._starts, at)), len(self._marks))
         return next((self._marks[i] for i in places if self._marks[i].text in kinds), None)
 

@@ -6,12 +6,12 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import Any, NamedTuple
 
-from blockattn_rag.output.tool_calls import ID_LENGTH, ToolCall
-from blockattn_rag.output.tool_formats import FORMATS, ToolFormat
+from blockattn_rag.output.tool_formats import FORMATS, ID_LENGTH, ToolCall, ToolFormat
 from blockattn_rag.output.tool_parser import parse_answer
 from blockattn_rag.prompts.blocks import Span, merged
 from blockattn_rag.prompts.chat_template import Message, Spans, chat_spans, spans_of
@@ -25,11 +25,6 @@ _FUNCTION = {
 _TOOL: dict[str, Any] = {"type": "function", "function": _FUNCTION}
 _RESULT = "kvresult"
 _THOUGHTS = re.compile(r"<think>\s*(</think>\s*)?\Z")  # The template opens or skips thoughts.
-
-_IN_WORDS = (
-    "Answer with a call of one of these functions, written as\n{opening}\n"
-    '{{"name": ..., "{arguments}": ...}}\n{closing}\nThe functions:\n{functions}'
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +71,6 @@ class ToolTemplate:
         return turns if self.shows_calls else [self._with_written_calls(turn) for turn in turns]
 
     def _with_ids(self, message: Message) -> Message:
-        """Convert a message's ids to the form that Mistral's templates require."""
         if not self.form.name.startswith("mistral"):
             return message
         turn = dict(message)
@@ -87,7 +81,6 @@ class ToolTemplate:
         return turn
 
     def _with_written_calls(self, message: Message) -> Message:
-        """Move a message's calls into its content."""
         turn = dict(message)
         if not (calls := turn.pop("tool_calls", None)):
             return turn
@@ -100,14 +93,12 @@ class ToolTemplate:
     def _with_tools(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
     ) -> list[dict[str, Any]]:
-        """Append tool definitions to the last user message, so that earlier passages remain
-        blocks."""
-        functions = [json.dumps(tool["function"], ensure_ascii=False) for tool in tools]
-        words = _IN_WORDS.format(
-            opening=self.form.opening,
-            arguments=self.form.argument_keys[0],
-            closing=self.form.closing,
-            functions="\n".join(functions),
+        """Append tool definitions to the last user message, so earlier passages remain blocks."""
+        form = self.form
+        words = (
+            f"Answer with a call of one of these functions, written as\n{form.opening}\n"
+            f'{{"name": ..., "{form.argument_keys[0]}": ...}}\n{form.closing}\nThe functions:\n'
+            + "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
         )
         turns = without_tools(messages)
         if not turns or turns[-1]["role"] != "user":
@@ -119,8 +110,7 @@ class ToolTemplate:
 
 
 def without_tools(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Convert messages for a chat template without tools: drop calls, and turn results into user
-    text.
+    """Convert messages for a chat template without tools: drop calls, and make results user text.
 
     A result is moved before the question that it answers, because the question must be in the final
     block after all passages.
@@ -145,34 +135,24 @@ def _short_id(call_id: str) -> str:
 
 def _one_call_each(turns: Sequence[Message]) -> list[Message]:
     """Split messages with several calls into one message per call, each followed by its result."""
-    split: list[Message] = []
-    moved: set[int] = set()  # Indices of results that already follow their calls.
-    for place, turn in enumerate(turns):
+    rest, split = [*turns], list[Message]()
+    while rest:
+        turn = rest.pop(0)
         calls = turn.get("tool_calls") or ()
         if len(calls) < 2:
-            split += [] if place in moved else [turn]
+            split.append(turn)
             continue
         for index, call in enumerate(calls):
             content = "" if index else turn["content"]
             split.append({**turn, "content": content, "tool_calls": [call]})
-            if (result := _result_of(call, turns, place + 1, moved)) is not None:
-                split.append(turns[result])
-                moved.add(result)
+            call_id = call.get("id") or ""
+            # Later calls may have the same ids.
+            for later in takewhile(lambda later: not later.get("tool_calls"), rest):
+                if later["role"] == "tool" and (later.get("tool_call_id") or "") == call_id:
+                    rest.remove(later)
+                    split.append(later)
+                    break
     return split
-
-
-def _result_of(
-    call: Message, turns: Sequence[Message], start: int, moved: Collection[int]
-) -> int | None:
-    """Index of a call's result. Stops at the next message with calls, which may reuse ids."""
-    for place in range(start, len(turns)):
-        turn = turns[place]
-        if turn.get("tool_calls"):
-            return None
-        is_its = (turn.get("tool_call_id") or "") == (call.get("id") or "")
-        if turn["role"] == "tool" and is_its and place not in moved:
-            return place
-    return None
 
 
 class _Probed(NamedTuple):
@@ -184,11 +164,7 @@ _known: dict[str, _Probed] = {}
 
 
 def tool_template(tokenizer: Any) -> ToolTemplate | None:
-    """Detect tool support in a tokenizer's chat template.
-
-    Returns:
-        None if the template does not support tools, or if the format of its calls is unknown.
-    """
+    """Detect tool support in a chat template. None: no tools, or an unknown format of calls."""
     return _probed(tokenizer).tools
 
 
@@ -198,25 +174,20 @@ def shows_results(tokenizer: Any) -> bool:
 
 
 def _probed(tokenizer: Any) -> _Probed:
-    templates = tokenizer.chat_template
-    source = str(
-        templates.get("tool_use") or templates.get("default")
-        if isinstance(templates, dict)
-        else templates
-    )
+    template = tokenizer.chat_template
+    if isinstance(template, dict):
+        template = template.get("tool_use") or template.get("default")
+    source = str(template)
     if source not in _known:
-        _known[source] = _probe(tokenizer, source) if templates else _Probed(None, False)
+        _known[source] = _probe(tokenizer, source) if template else _Probed(None, False)
     return _known[source]
 
 
 def _probe(tokenizer: Any, source: str) -> _Probed:
     question: list[dict[str, Any]] = [{"role": "user", "content": "?"}]
     result = {"role": "tool", "tool_call_id": _CALL.id, "name": _CALL.name, "content": _RESULT}
-    history = [
-        *question,
-        {"role": "assistant", "content": "", "tool_calls": [_CALL.to_dict()]},
-        result,
-    ]
+    call: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": [_CALL.to_dict()]}
+    history = [*question, call, result]
 
     def render(messages: list[dict[str, Any]], **variables: Any) -> str:
         try:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from blockattn_rag.output.grammar import Grammar, parse_grammar
+from blockattn_rag.output.grammar import parse_grammar
 from blockattn_rag.output.tool_formats import FORMATS, calls_grammar
 from blockattn_rag.output.tool_parser import CallParser
 from blockattn_rag.output.tool_templates import (
@@ -23,11 +23,7 @@ AUTO, REQUIRED, NONE = "auto", "required", "none"
 TOOL_OPTIONS = ("tools", "tool_choice", "parallel_tool_calls", "tool_calls")
 """Names of the options that concern tools."""
 
-_CHOICES: dict[object, str] = {
-    **dict.fromkeys((None, AUTO), AUTO),
-    **dict.fromkeys((False, NONE), NONE),
-    **dict.fromkeys((True, REQUIRED, "any"), REQUIRED),
-}
+_JSON_KINDS = ("json", "json_object")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +66,8 @@ class ToolUse:
         tokenizer = load_tokenizer()
         template = tool_template(tokenizer)
         if template is None and choice != AUTO and has_chat_template(tokenizer):
-            template = ToolTemplate(
-                FORMATS["hermes"], variable=None
-            )  # A grammar enforces the format.
+            # A grammar enforces the format.
+            template = ToolTemplate(FORMATS["hermes"], variable=None)
         if template is None:
             raise ValueError(
                 f"The chat template of {model_name or 'this model'} does not support tools, or "
@@ -94,14 +89,11 @@ class ToolUse:
 
         If the caller requests JSON and the model may call tools, a grammar allows both. If the
         model must call a tool, only calls are allowed. Other grammars are passed on unchanged.
-
-        Raises:
-            ValueError: The caller's grammar conflicts with required or constrained calls.
         """
         if not self._decides(options):
             return dict(options)
-        grammar = _grammar_of(options)
-        if grammar is not None and not _is_json(grammar):
+        grammar = parse_grammar(options.get("response_format"), options.get("structured_outputs"))
+        if grammar is not None and grammar.kind not in _JSON_KINDS:
             raise ValueError(
                 f"Found {grammar} with tools whose calls are required or constrained, but no "
                 "answer can satisfy both: remove structured_outputs, or tool_choice and tool_calls"
@@ -132,8 +124,8 @@ class ToolUse:
         """Whether a grammar separates calls from anything else, starting with the first token."""
         if self.choice != AUTO or self.constrained:
             return True
-        grammar = _grammar_of(options)
-        return grammar is not None and _is_json(grammar)
+        grammar = parse_grammar(options.get("response_format"), options.get("structured_outputs"))
+        return grammar is not None and grammar.kind in _JSON_KINDS
 
 
 def prompt_spans(
@@ -150,20 +142,19 @@ def prompt_spans(
 def choice_of(choice: Any, tools: Sequence[Mapping[str, Any]]) -> str:
     """Normalize a tool choice to a value of ``ToolUse.choice``, or ``"none"``."""
     names = [tool["function"]["name"] for tool in tools]
-    if isinstance(choice, Mapping):
-        function = choice.get("function", choice)
-        named = function.get("name") if isinstance(function, Mapping) else None
-        if named in names:
-            return str(named)
-        choice = named if isinstance(named, str) else choice
-    elif isinstance(choice, (str, bool, type(None))):
-        if choice in _CHOICES:
-            known = _CHOICES[choice]
-            if known == REQUIRED and not tools:
+    match choice:
+        case {"function": {"name": str(name)}} | {"name": str(name)}:
+            choice = name
+        case None | "auto":
+            return AUTO
+        case False | "none":
+            return NONE
+        case True | "any" | "required":
+            if not tools:
                 raise ValueError(f"tool_choice={choice!r} requires at least one tool, found none")
-            return known
-        if choice in names:
-            return str(choice)
+            return REQUIRED
+    if isinstance(choice, str) and choice in names:
+        return choice
     raise ValueError(
         f"Invalid tool_choice {choice!r}: expected 'auto', 'none', 'any', 'required', or the name "
         f"of a tool ({', '.join(names)})"
@@ -184,14 +175,6 @@ def with_default_calls(defaults: Mapping[str, Any], call: Mapping[str, Any]) -> 
 def without_tool_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return a request's options without those that concern tools."""
     return {name: value for name, value in options.items() if name not in TOOL_OPTIONS}
-
-
-def _grammar_of(options: Mapping[str, Any]) -> Grammar | None:
-    return parse_grammar(options.get("response_format"), options.get("structured_outputs"))
-
-
-def _is_json(grammar: Grammar) -> bool:
-    return grammar.kind in ("json", "json_object")
 
 
 def _check_definitions(tools: Sequence[Any]) -> None:

@@ -4,12 +4,7 @@ Public names are the parts of a prompt, prompt formats, and functions that split
 """
 
 from blockattn_rag.prompts.blocks import Block, BlockPrompt, BlockTemplate, Span, handle_of
-from blockattn_rag.prompts.checkpoints import (
-    CHECKPOINTS,
-    Checkpoint,
-    format_for,
-    known_checkpoint,
-)
+from blockattn_rag.prompts.checkpoints import CHECKPOINTS, Checkpoint, format_for, known_checkpoint
 from blockattn_rag.prompts.formats import (
     BLANK_LINE,
     BLOCK_ATTENTION,

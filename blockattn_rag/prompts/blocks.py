@@ -14,9 +14,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-HANDLE_LENGTH = 32
-"""Number of hex digits in a handle: 128 bits of the SHA-256 of the block's text."""
-
 Origin = Literal["template", "prompt", "system", "conversation", "answer", "passage", "altered"]
 """Author of a text.
 
@@ -59,9 +56,9 @@ def keep_of(origin: Origin) -> Keep:
 
 
 def handle_of(text: str) -> str:
-    """Content address of a block's canonical text: 32 hex digits."""
+    """Content address of a block's canonical text: 32 hex digits, 128 bits of its SHA-256."""
     # Untrusted strings may contain lone surrogates.
-    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:HANDLE_LENGTH]
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 
 class Span(NamedTuple):
@@ -77,10 +74,9 @@ class Span(NamedTuple):
 
 
 def merged(spans: Iterable[Span], only: Origin | None = None) -> tuple[Span, ...]:
-    """Drop empty spans, and join adjacent spans with the same origin, except passages.
+    """Drop empty spans, and join adjacent spans of the same origin, except passages.
 
-    Args:
-        only: Origin of the spans to join. Default: all origins.
+    ``only``: Origin of the spans to join. Default: all origins.
     """
     groups: list[tuple[Origin, list[str]]] = []  # Join texts at the end, in linear time.
     for span in spans:
@@ -211,8 +207,6 @@ class BlockPrompt:
                 f"found {texts!r:.60}"
             )
         *context, final = texts
-        if isinstance(final, Block):
-            raise TypeError("The last item of a prompt is its final block, and must be a str")
         blocks = (
             text if isinstance(text, Block) else Block(text) for text in context if text != ""
         )

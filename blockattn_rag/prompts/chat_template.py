@@ -80,11 +80,6 @@ def chat_spans(
             content is a tuple of spans, or a string with markers around passages.
         tools: Tool definitions, in which control tokens are not parsed.
         template_kwargs: Other template variables, such as ``enable_thinking``.
-
-    Raises:
-        ValueError: There are no messages, or a role is not a plain word.
-        SegmentationError: The template drops passages, or changes contents beyond recognition.
-        jinja2.TemplateError: The template rejects the messages.
     """
     render = partial(
         tokenizer.apply_chat_template,
@@ -116,30 +111,36 @@ def chat_spans(
 
 def trace(render: Render, messages: Sequence[Message]) -> Spans:
     """Render messages with ``render``, and return spans by origin."""
-    return _trace(render, [_with_spans(message) for message in messages])[0]
+    return _trace(render, [_with_spans(message) for message in messages], {}, ())[0]
 
 
 def _trace(
     render: Render,
     turns: Sequence[Message],
-    variables: Mapping[str, Any] | None = None,
-    control_tokens: Sequence[str] = (),
+    variables: Mapping[str, Any],
+    control_tokens: Sequence[str],
 ) -> tuple[Spans, set[int]]:
-    """Return a prompt as spans, and the numbers of its slots. The first content has slot 0.
+    """Return a prompt as spans, and the numbers of its slots. The first content has slot 0."""
+    slots = _Slots()
 
-    Args:
-        variables: Template variables. Strings in them that contain one of ``control_tokens`` are
-            treated as contents.
-    """
-    slots, values = _Slots(), variables or {}
+    def without_control(value: str, _: str) -> str:
+        has_control = any(token in value for token in control_tokens)
+        return slots.slot((Span(value, "system"),)) if has_control else value
+
     slotted = [slots.put_in(turn) for turn in turns]
-    skeleton = render(slotted, **slots.instead_of(values, control_tokens))
-    text = render([{**turn, "content": text_of(turn["content"])} for turn in turns], **values)
+    skeleton = render(slotted, **_with_strings(variables, without_control))
+    text = render([{**turn, "content": text_of(turn["content"])} for turn in turns], **variables)
     # The pieces are template, slot, template, slot, ..., template.
     pieces = slots.pattern.split(skeleton)
     template, numbers = pieces[::2], [int(number) for number in pieces[1::2]]
     asked, shown = [slots.spans[number] for number in numbers], set(numbers)
-    _check_passages_are_shown(turns, slots, shown)
+    for turn in turns:
+        is_shown = slots.of_turn.get(id(turn)) in shown
+        if not is_shown and any(span.origin in PASSAGES for span in turn["content"]):
+            raise SegmentationError(
+                f"The chat template does not render messages with the role {turn['role']!r}, which "
+                "would drop passages: use another template, or put the passages in a user message"
+            )
     contents = _find(asked, text, template)
     if contents is None:
         # The template changes a content in an unknown way. Fill the slots with the original
@@ -160,22 +161,15 @@ def _trace(
     return merged(prompt, only="template"), shown
 
 
-def _check_passages_are_shown(turns: Sequence[Message], slots: _Slots, shown: set[int]) -> None:
-    """Reject a template that silently drops a message with passages."""
-    for turn in turns:
-        number = slots.of_turn.get(id(turn))
-        if number not in shown and any(span.origin in PASSAGES for span in turn["content"]):
-            raise SegmentationError(
-                f"The chat template does not render messages with the role {turn['role']!r}, which "
-                "would drop passages: use another template, or put the passages in a user message"
-            )
-
-
 def _with_spans(message: Message) -> dict[str, Any]:
     role = message["role"]
     if not isinstance(role, str) or not _HARMLESS.fullmatch(role):
         raise ValueError(f"Invalid role {role!r:.60}: expected a plain word, such as 'user'")
-    return {**_plain_ids(message), "content": spans_of(message)}
+    return {**_with_strings(_fields(message), _plain_id), "content": spans_of(message)}
+
+
+def _fields(message: Message) -> dict[str, Any]:
+    return {name: value for name, value in message.items() if name != "content"}
 
 
 def spans_of(message: Message) -> Spans:
@@ -185,22 +179,9 @@ def spans_of(message: Message) -> Spans:
     return merged(content)
 
 
-def _plain_ids(message: Any) -> Any:
-    """Replace tool-call ids with plain words of the same length, up to 128 characters.
-
-    The length stays the same, because some templates check it.
-    """
-    if isinstance(message, (list, tuple)) and not isinstance(message, Span):
-        return type(message)(_plain_ids(item) for item in message)
-    if not isinstance(message, Mapping):
-        return message
-    plain = dict(message)
-    for key, value in message.items():
-        if key in _ID_FIELDS and isinstance(value, str):
-            plain[key] = _HARMFUL_CHARACTER.sub("_", value)[:128]
-        elif key != "arguments":  # Argument names are arbitrary.
-            plain[key] = _plain_ids(value)
-    return plain
+def _plain_id(value: str, field: str) -> str:
+    # The length stays the same, because some templates check it.
+    return _HARMFUL_CHARACTER.sub("_", value)[:128] if field in _ID_FIELDS else value
 
 
 def _with_reasoning(turn: dict[str, Any]) -> dict[str, Any]:
@@ -248,41 +229,39 @@ class _Slots:
         """Replace a message's content, and all other untrusted strings, with slots."""
         if text_of(turn["content"]).strip():
             self.of_turn[id(turn)] = len(self.spans)
-        content = self._slot(turn["content"])
+        content = self.slot(turn["content"])
         origin: Origin = "answer" if turn["role"] == "assistant" else "conversation"
-        rest = {k: self._replaced(v, origin, k) for k, v in turn.items() if k != "content"}
-        return rest | {"content": content}
 
-    def instead_of(self, value: Any, tokens: Sequence[str]) -> Any:
-        """Replace strings in a value with slots if they contain one of the tokens."""
-        if isinstance(value, Mapping):
-            pairs = value.items()
-            return {self.instead_of(k, tokens): self.instead_of(v, tokens) for k, v in pairs}
-        if isinstance(value, (list, tuple)):
-            return [self.instead_of(item, tokens) for item in value]
-        if isinstance(value, str) and any(token in value for token in tokens):
-            return self._slot((Span(value, "system"),))
-        return value
+        def replaced(value: str, field: str) -> str:
+            if field in _COMPARED_FIELDS and _HARMLESS.fullmatch(value):
+                return value
+            # Calls contain no passages, so markers are removed.
+            return self.slot((Span(text_of(content_spans(value, origin)), origin),))
 
-    def _replaced(self, value: Any, origin: Origin, name: str) -> Any:
-        if isinstance(value, Mapping):
-            pairs = value.items()
-            return {
-                self._replaced(k, origin, "name"): self._replaced(v, origin, k) for k, v in pairs
-            }
-        if isinstance(value, (list, tuple)):
-            return [self._replaced(item, origin, name) for item in value]
-        if not isinstance(value, str) or (name in _COMPARED_FIELDS and _HARMLESS.fullmatch(value)):
-            return value
-        # Calls contain no passages, so markers are removed.
-        text = text_of(tuple(content_spans(value, origin)))
-        return self._slot((Span(text, origin),))
+        return {**_with_strings(_fields(turn), replaced), "content": content}
 
-    def _slot(self, spans: Spans) -> str:
+    def slot(self, spans: Spans) -> str:
         if not (text := text_of(spans)).strip():
             return text  # Some templates check for empty contents.
         self.spans.append(spans)
         return f"{self._name}x{len(self.spans) - 1}x"
+
+
+def _with_strings(value: Any, change: Callable[[str, str], str], field: str = "") -> Any:
+    """Replace each string in a nested value with ``change(string, name of its field)``.
+
+    Names in the arguments of a call are arbitrary, so all strings there are ``arguments``.
+    """
+    if isinstance(value, Mapping):
+        return {
+            _with_strings(key, change, "name"): _with_strings(
+                item, change, field if field == "arguments" else key
+            )
+            for key, item in value.items()
+        }
+    if isinstance(value, (list, tuple)):
+        return [_with_strings(item, change, field) for item in value]
+    return change(value, field) if isinstance(value, str) else value
 
 
 def _find(contents: Sequence[Spans], text: str, template: Sequence[str]) -> list[Spans] | None:
@@ -302,40 +281,32 @@ def _find(contents: Sequence[Spans], text: str, template: Sequence[str]) -> list
 
 
 def _as_templates_show(spans: Spans) -> Iterator[Spans]:
-    """Yield variants of a content as templates render it: trimmed, without thoughts, escaped."""
+    """Yield a content as templates render it: trimmed, without thoughts, escaped."""
     text, end = text_of(spans), "</think>"
-    starts = [0, text.rfind(end) + len(end)] if end in text else [0]
-    parts = [part for start in starts for part in _trimmed(text, start)]
+    stop, right = len(text), len(text.rstrip())
+    parts = []
+    for start in [0, text.rfind(end) + len(end)] if end in text else [0]:
+        left, line = (stop - len(text[start:].lstrip(blanks)) for blanks in (None, "\n"))
+        # Not trimmed, trimmed on both sides, on the left, on the right, and by leading newlines.
+        parts += [(start, stop), (left, right), (left, stop), (start, right), (line, stop)]
     yield from (_cut(spans, *part) for part in parts)
     for ensure_ascii in (False, True):
         yield from (_escaped(_cut(spans, *part), ensure_ascii=ensure_ascii) for part in parts)
-
-
-def _trimmed(text: str, start: int) -> Iterator[tuple[int, int]]:
-    """Yield the bounds of ``text[start:]`` after each kind of trimming that templates do.
-
-    In order: none, on both sides, on the left, on the right, and only leading newlines.
-    """
-    end, right = len(text), len(text.rstrip())
-    left, line = (end - len(text[start:].lstrip(blanks)) for blanks in (None, "\n"))
-    yield from ((start, end), (left, right), (left, end), (start, right), (line, end))
 
 
 def _cut(spans: Spans, start: int, stop: int) -> Spans:
     """Return the spans of ``text_of(spans)[start:stop]``."""
     kept, at = [], 0
     for span in spans:
-        part = span.text[max(0, start - at) : max(0, stop - at)]
-        kept.append(_changed(span, part))
+        kept.append(_changed(span, span.text[max(0, start - at) : max(0, stop - at)]))
         at += len(span.text)
     return merged(kept, only="template")
 
 
 def _escaped(spans: Spans, *, ensure_ascii: bool = False) -> Spans:
     """Escape the text of spans as in JSON strings."""
-    dump = partial(json.dumps, ensure_ascii=ensure_ascii)
-    changed = (_changed(span, dump(span.text)[1:-1]) for span in spans)
-    return merged(changed, only="template")
+    escaped = (json.dumps(span.text, ensure_ascii=ensure_ascii)[1:-1] for span in spans)
+    return merged(map(_changed, spans, escaped), only="template")
 
 
 def _changed(span: Span, text: str) -> Span:
@@ -346,13 +317,8 @@ def _changed(span: Span, text: str) -> Span:
 def check_template_kwargs(tokenizer: Any, variables: Mapping[str, Any] | None) -> dict[str, Any]:
     """Validate template variables that an application sets, such as ``enable_thinking``.
 
-    Args:
-        variables: Values by variable name. Control tokens in values are parsed, so values must come
-            from the application, never from its users.
-
-    Raises:
-        TypeError: ``variables`` is not a mapping with string keys.
-        ValueError: The template does not read a variable, or this package sets it.
+    Control tokens in values are parsed, so values must come from the application, never from its
+    users.
     """
     if not variables:
         return {}

@@ -19,9 +19,6 @@ AUTO_FORMAT = "auto"
 # The command line shows this logger's messages as notes.
 logger = logging.getLogger("blockattn_rag.app.rag")
 
-SWITCHES = {"positions": "reordered", "sink": NO_SINK}
-"""Block-mode options that all known block-fine-tuned checkpoints were trained with."""
-
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
@@ -44,7 +41,7 @@ class Checkpoint:
     @property
     def switches(self) -> dict[str, str]:
         """Block-mode options that the model was trained with. Empty for control models."""
-        return SWITCHES if self.block_tuned else {}
+        return {"positions": "reordered", "sink": NO_SINK} if self.block_tuned else {}
 
     def unmet(self, positions: str, sink: str) -> str:
         """Sentence that explains why block mode is worse than published. Empty if it is not."""
@@ -52,11 +49,7 @@ class Checkpoint:
 
 
 def other_switches(model: str, trained: Mapping[str, str], used: Mapping[str, str]) -> str:
-    """Sentence on how block-mode options differ from training. Empty if they match.
-
-    Args:
-        trained: Options used in training. Other options may have any value.
-    """
+    """Sentence on how options differ from those used in training. Empty if they match."""
     if all(used[name] == value for name, value in trained.items()):
         return ""
     with_, other = (
@@ -81,8 +74,6 @@ CHECKPOINTS: dict[str, Checkpoint] = {
 }
 """Known checkpoints by hub id."""
 
-_BY_LOWER_ID = {hub_id.lower(): checkpoint for hub_id, checkpoint in CHECKPOINTS.items()}
-
 
 def known_checkpoint(model: str) -> Checkpoint | None:
     """Find a known checkpoint by hub id or path, or return None. Ignores case, like the hub.
@@ -94,7 +85,8 @@ def known_checkpoint(model: str) -> Checkpoint | None:
     hub_id = f"{name}/{last}"
     if name == "snapshots" and owner.startswith("models--"):
         hub_id = owner.removeprefix("models--").replace("--", "/")
-    return _BY_LOWER_ID.get(hub_id.lower())
+    matches = (known for known in CHECKPOINTS.values() if known.hub_id.lower() == hub_id.lower())
+    return next(matches, None)
 
 
 def format_for(name: str | PromptFormat, model: str) -> PromptFormat:

@@ -8,7 +8,7 @@ passage is the final block.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 from blockattn_rag.prompts.blocks import BlockPrompt, BlockTemplate, Span, merged
@@ -75,38 +75,28 @@ class PromptFormat:
         either, the prompt has no control text.
         """
         user = self.user_spans([Span(question, "conversation")], passages)
-        return BlockPrompt.from_spans(self._with_control(user, tokenizer), self.template)
+        if frame := self.frame:
+            *context, after = user
+            start, turn, answer = (Span(text, "template") for text in astuple(frame))
+            spans: tuple[Span, ...] = (start, *context, turn, after, answer)
+        elif has_chat_template(tokenizer):
+            messages: list[Message] = [{"role": "user", "content": user}]
+            if self.system:
+                messages.insert(0, {"role": "system", "content": self.system})
+            spans = chat_spans(tokenizer, messages)
+        else:
+            spans = (Span(f"{self.system}\n\n" if self.system else "", "system"), *user)
+        return BlockPrompt.from_spans(spans, self.template)
 
     def user_spans(self, question: Sequence[Span], passages: Sequence[Passage]) -> tuple[Span, ...]:
         """Create the user's message: text before the passages, the passages, and the question's
-        text.
-
-        Args:
-            question: The question by origin.
-            passages: Passages in prompt order.
-        """
+        text."""
         before, _, after = self.after.partition("{question}")
         return (
             Span(self.before, "system"),  # This text is the same for every question.
             *(Span(self.canonical_text(passage), "passage") for passage in passages),
             *merged([Span(before, "conversation"), *question, Span(after, "conversation")]),
         )
-
-    def _with_control(self, user: tuple[Span, ...], tokenizer: Any) -> tuple[Span, ...]:
-        """Add control text around a prompt's text."""
-        if frame := self.frame:
-            *context, after = user
-            start, turn, answer = (
-                Span(text, "template") for text in (frame.start, frame.turn, frame.answer)
-            )
-            return (start, *context, turn, after, answer)
-        if not has_chat_template(tokenizer):
-            head = f"{self.system}\n\n" if self.system else ""
-            return (Span(head, "system"), *user)
-        messages: list[Message] = [{"role": "user", "content": user}]
-        if self.system:
-            messages.insert(0, {"role": "system", "content": self.system})
-        return chat_spans(tokenizer, messages)
 
 
 def follow_up(question: str, tokenizer: Any) -> tuple[Span, ...]:

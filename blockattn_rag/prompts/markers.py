@@ -65,12 +65,14 @@ class Marker(NamedTuple):
     closes: bool
     seal: str
 
+    @property
+    def partner(self) -> str:
+        """Text of the other marker of the passage."""
+        return f"[[{'' if self.closes else '/'}kvblock:{self.seal}]]"
+
 
 class MarkedSpan(NamedTuple):
-    """A marked passage: ``string[start:end]`` including markers, and the text between them.
-
-    ``intact``: Whether the text has not changed since it was marked.
-    """
+    """A marked passage, ``string[start:end]`` with its markers. ``intact``: It was not changed."""
 
     start: int
     end: int
@@ -79,10 +81,7 @@ class MarkedSpan(NamedTuple):
 
 
 class Gap(NamedTuple):
-    """Text before, between or after marked passages: ``string[start:end]``.
-
-    ``orphans``: Markers without a partner in this text, because a passage was cut.
-    """
+    """Text around marked passages, and markers in it whose partners were cut off."""
 
     start: int
     end: int
@@ -101,7 +100,7 @@ def wrap(text: str) -> str:
     if not (text := text.strip()):
         return ""
     seal = _seal(_digest(text))
-    return opening(seal) + text + closing(seal)
+    return f"[[kvblock:{seal}]]{text}[[/kvblock:{seal}]]"
 
 
 def strip_markers(string: str) -> str:
@@ -144,14 +143,6 @@ def own_markers(string: str) -> list[Marker]:
     return own
 
 
-def opening(seal: str) -> str:
-    return f"[[kvblock:{seal}]]"
-
-
-def closing(seal: str) -> str:
-    return f"[[/kvblock:{seal}]]"
-
-
 def _partners(markers: Sequence[Marker]) -> dict[int, int]:
     """Map the index of each opening marker to that of the next closing marker with the same digits.
 
@@ -178,7 +169,6 @@ def _digest(text: str) -> str:
 
 @cache
 def _warn_of_foreign_markers() -> None:
-    """Warn once about foreign markers, which were typed or come from another installation."""
     logger.warning(
         "Found block markers that this installation did not create; they are treated as text. If "
         "they come from another of your machines, set the same %s on both (docs/security.md)",
@@ -187,13 +177,7 @@ def _warn_of_foreign_markers() -> None:
 
 
 def marker_key() -> bytes:
-    """This installation's key, from the environment or from a file in the user's state folder.
-
-    If the file cannot be written, the key is only valid for this process.
-
-    Raises:
-        ValueError: The key in the environment is too short.
-    """
+    """This installation's key, from the environment or from a file in the user's state folder."""
     with _key_guard:  # Concurrent threads must not create different keys.
         return _found_key()
 
@@ -241,42 +225,33 @@ def segment(string: str, template: BlockTemplate = NO_TEMPLATE) -> BlockPrompt:
 
 
 def content_spans(content: str, origin: Origin) -> list[Span]:
-    """Split a message's content into passages and the text around them, without markers.
-
-    Args:
-        content: Content of the message, in which markers may be cut.
-
-    Raises:
-        SegmentationError: There are more than ``MAX_MARKED`` passages.
-    """
+    """Split a message's content into passages and the text around them, without markers."""
     passages, gaps = parse(content)
     if len(passages) > MAX_MARKED:
         raise SegmentationError(
             f"Found {len(passages)} marked passages in one message, expected at most {MAX_MARKED}: "
             "retrieve fewer passages"
         )
-    spans = [Span(without_orphans(content, gaps[0]), origin)]
+    spans = [Span(_without_orphans(content, gaps[0]), origin)]
     for marked, gap in zip(passages, gaps[1:], strict=True):
         spans.append(Span(marked.text, "passage" if marked.intact else "altered"))
-        spans.append(Span(without_orphans(content, gap), origin))
+        spans.append(Span(_without_orphans(content, gap), origin))
     return spans
 
 
 def remove_orphans(text: str) -> str:
     """Remove orphans, and pieces of their partners, from text between passages."""
-    return without_orphans(text, Gap(0, len(text), own_markers(text)))
+    return _without_orphans(text, Gap(0, len(text), own_markers(text)))
 
 
-def without_orphans(string: str, gap: Gap) -> str:
+def _without_orphans(string: str, gap: Gap) -> str:
     """Text of a gap, without orphans and pieces of their partners."""
     starts = [gap.start, *(orphan.end for orphan in gap.orphans)]
     ends = [*(orphan.start for orphan in gap.orphans), gap.end]
     kept = [string[start:end] for start, end in zip(starts, ends, strict=True)]
     for index, orphan in enumerate(gap.orphans):
-        if orphan.closes:
-            kept[index] = _without_tail_of(opening(orphan.seal), kept[index])
-        else:
-            kept[index + 1] = _without_head_of(closing(orphan.seal), kept[index + 1])
+        beside = index if orphan.closes else index + 1
+        kept[beside] = _without_piece_of_partner(orphan, kept[beside])
     return "".join(kept)
 
 
@@ -285,35 +260,28 @@ def holds_orphans(string: str) -> bool:
 
 
 def close_cut_passages(chunk: str) -> str:
-    """Add missing markers at the ends of a text splitter's chunk.
+    """Add missing markers to cut passages at the start or end of a text splitter's chunk.
 
     This turns a cut passage into a passage again, which counts as altered unless it is complete.
-
-    Args:
-        chunk: Output of the splitter. Cut passages must be at its start or end.
     """
     gaps = parse(chunk).gaps
     opens = closes = ""
     if (orphans := gaps[-1].orphans) and not (last := orphans[-1]).closes:
-        closes = closing(last.seal)
-        chunk = chunk[: last.end] + _without_head_of(closes, chunk[last.end :])
+        closes = last.partner
+        chunk = chunk[: last.end] + _without_piece_of_partner(last, chunk[last.end :])
     if (orphans := gaps[0].orphans) and (first := orphans[0]).closes:
-        opens = opening(first.seal)
-        chunk = _without_tail_of(opens, chunk[: first.start]) + chunk[first.start :]
+        opens = first.partner
+        chunk = _without_piece_of_partner(first, chunk[: first.start]) + chunk[first.start :]
     return opens + chunk + closes
 
 
-def _without_head_of(marker: str, text: str) -> str:
-    """Remove the beginning of a cut marker from ``text``, where it is the end of a word."""
-    for size in range(len(marker) - 1, _SHORTEST_PIECE - 1, -1):
-        if cut := re.search(re.escape(marker[:size]) + r"(?=\s|\Z)", text):
-            return text[: cut.start()] + text[cut.end() :]
-    return text
-
-
-def _without_tail_of(marker: str, text: str) -> str:
-    """Remove the end of a cut marker from ``text``, where it is the beginning of a word."""
-    for start in range(1, len(marker) - _SHORTEST_PIECE + 1):
-        if cut := re.search(r"(?:(?<=\s)|\A)" + re.escape(marker[start:]), text):
+def _without_piece_of_partner(orphan: Marker, text: str) -> str:
+    """Remove the longest piece of an orphan's cut partner, at the edge of a word of ``text``."""
+    for size in range(len(orphan.partner) - 1, _SHORTEST_PIECE - 1, -1):
+        if orphan.closes:
+            piece = r"(?<!\S)" + re.escape(orphan.partner[-size:])
+        else:
+            piece = re.escape(orphan.partner[:size]) + r"(?!\S)"
+        if cut := re.search(piece, text):
             return text[: cut.start()] + text[cut.end() :]
     return text

@@ -1,4 +1,5 @@
-"""Recognizes known passages in plain text, so that prompts need no markers.
+"""Finds passages in plain text, so that prompts need no markers: known passages, and sources that
+chat front ends mark in their messages.
 
 A passage's index entry consists of a polynomial hash of the ``WINDOW`` characters in its middle, a
 hash of all characters, its length, and its handle. The middle is used because many passages start
@@ -12,15 +13,16 @@ Importing this module does not load torch.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
+from itertools import accumulate
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import regex
 from numpy.typing import NDArray
 
-from blockattn_rag.prompts.blocks import PASSAGES, Span, handle_of, merged, text_of
+from blockattn_rag.prompts.blocks import PASSAGES, Origin, Span, handle_of, merged, text_of
 
 Recognize: TypeAlias = bool | Literal["system"]
 """Option of servers and engines: whether to find passages in plain text. ``"system"``: in system
@@ -49,6 +51,17 @@ _WASTED = 8  # A scan stops after hashing this multiple of its text without a ma
 
 # A run without letters and digits that is as long as a passage.
 _WORDLESS = re.compile(rf"[\W_]{{{WINDOW},}}")
+# Source marks of Open WebUI, AnythingLLM and LibreChat.
+_SOURCE_MARKS = re.compile(
+    r"""
+    (?P<element><source\ id="\d+"[^<>]*>) | (?P<element_end></source>)
+    | (?P<context>\[CONTEXT\ \d+\]:\n) | (?P<context_end>\n\[END\ CONTEXT\ \d+\])
+    | (?P<item><contextItem>\s{,99}<!\[CDATA\[) | (?P<item_end>\]\]>\s{,99}</contextItem>)
+    """,
+    re.VERBOSE,
+)
+_SOURCE_ORIGINS: frozenset[Origin] = frozenset({"conversation", "system"})
+
 # Two characters that may belong to one grapheme. Flags and joined emoji or letters depend on
 # earlier characters, so any two flag letters match, as does any character after a joiner.
 _GRAPHEME = regex.compile(
@@ -63,7 +76,6 @@ Integers = NDArray[Any]
 
 @cache
 def _power_table(bits: int) -> tuple[Integers, Integers]:
-    """First ``2 ** bits`` powers of the hash base, and scaled powers of its inverse."""
     tables = []
     for base, first in ((_BASE, 1), (pow(_BASE, -1, 1 << 64), _SCALE)):
         powers = np.full(1 << bits, base, np.uint64)
@@ -73,6 +85,7 @@ def _power_table(bits: int) -> tuple[Integers, Integers]:
 
 
 def _powers(count: int) -> tuple[Integers, Integers]:
+    """At least ``count`` powers of the hash base, and scaled powers of its inverse."""
     return _power_table(max(16, count.bit_length()))
 
 
@@ -82,11 +95,9 @@ def _characters(text: str) -> Integers:
 
 
 def entries_of(texts: Iterable[str]) -> Entries:
-    """Create index entries for passages. Passages shorter than ``WINDOW``, and passages without
-    letters or digits, are skipped.
+    """Create index entries for passages, without surrounding white space.
 
-    Args:
-        texts: Passage texts. Surrounding white space is ignored, as in prompts.
+    Passages shorter than ``WINDOW``, and passages without letters or digits, are skipped.
     """
     rows = []
     for text in (text.strip() for text in texts):
@@ -94,18 +105,13 @@ def entries_of(texts: Iterable[str]) -> Entries:
             powers, inverses = _powers(len(text))
             terms = _characters(text) * powers[: len(text)]
             at, whole = _middle(len(text)), int(terms.sum()) * _SCALE & _MASK
-            inside = int(terms[at : at + WINDOW].sum())
-            window = inside * int(inverses[at]) & _MASK
+            window = int(terms[at : at + WINDOW].sum()) * int(inverses[at]) & _MASK
             rows.append((window, whole, len(text), [*bytes.fromhex(handle_of(text))]))
     return np.array(rows, ENTRY)
 
 
 class PassageMatcher:
-    """Finds indexed passages in texts. Thread-safe.
-
-    Args:
-        entries: Index entries, ``ENTRY [passages]``, in any order. Duplicates are allowed.
-    """
+    """Finds indexed passages in texts. Thread-safe. ``entries``: ``ENTRY [passages]``."""
 
     def __init__(self, entries: Entries) -> None:
         order = np.argsort(np.ascontiguousarray(entries["window"]), kind="stable")
@@ -146,32 +152,23 @@ class PassageMatcher:
                 rules around it, so only use this if documents are as trusted as rules.
         """
         spans = tuple(span for span in spans if span.text)
-        room = MOST_PASSAGES - sum(span.origin in PASSAGES for span in spans)
+        room = _room(spans)
         ends = np.cumsum([len(span.text) for span in spans], dtype=np.int64)
         text = text_of(spans)
         matchers = [matcher for matcher in (self, *others) if len(matcher)]
-        if not matchers or room < 1 or not WINDOW <= len(text) <= MOST_CHARACTERS:
+        if not matchers or not room or not WINDOW <= len(text) <= MOST_CHARACTERS:
             return merged(spans)
         kept = {*PASSAGES, "template", "answer", *(() if in_system else ("system",))}
         is_plain = np.array([span.origin not in kept for span in spans])
-        places = _passages(matchers, text, ends, is_plain, room)
-        pieces: list[Span] = []
-        at = 0
-        for span, end in zip(spans, ends.tolist(), strict=True):
-            while places and places[0][0] < end:
-                start, stop = places.pop(0)
-                pieces += Span(text[at:start], span.origin), Span(text[start:stop], "passage")
-                at = stop
-            pieces.append(Span(text[at:end], span.origin))
-            at = end
-        return merged(pieces)
+        return _split_out(spans, _passages(matchers, text, ends, is_plain, room))
 
     def candidates(
         self, sums: Integers, inverses: Integers, windows: Integers
     ) -> tuple[Integers, Entries]:
-        """Possible passage starts in a text, given its ``_hashes``, and each start's index
-        entry."""
-        at = self._seen_at(windows)
+        """Possible passage starts in a text, given its ``_hashes``, and their index entries."""
+        prefixes = windows >> self._shift
+        seen = self._seen.take((prefixes >> np.uint64(3)).view(np.int64))
+        at = np.flatnonzero((seen >> (prefixes.astype(np.uint8) & 7)) & 1)
         left = np.searchsorted(self._windows, windows[at], "left")
         counts = np.searchsorted(self._windows, windows[at], "right") - left
         kept = np.flatnonzero((counts > 0) & (np.cumsum(counts) <= _MOST_PAIRS))
@@ -185,11 +182,54 @@ class PassageMatcher:
         same = np.flatnonzero(hashes == self.entries["whole"][rows])
         return starts[same], self.entries[rows[same]]
 
-    def _seen_at(self, windows: Integers) -> Integers:
-        """Positions of the hashes that may be in the index."""
-        prefixes = windows >> self._shift
-        seen = self._seen.take((prefixes >> np.uint64(3)).view(np.int64))
-        return np.flatnonzero((seen >> (prefixes.astype(np.uint8) & 7)) & 1)
+
+def marked_sources(spans: Iterable[Span]) -> tuple[Span, ...]:
+    """Split marked sources out of a prompt's text.
+
+    A source is the text between an opening mark and the next closing mark of the same kind, such as
+    ``<source id="1" name="notes.txt">`` and ``</source>``. The marks remain as text, because their
+    numbers change from question to question. Only user, tool and system messages are split.
+    """
+    spans = tuple(spans)
+    places, at = list[tuple[int, int]](), 0
+    for span in spans:
+        if span.origin in _SOURCE_ORIGINS:
+            places += [(at + start, at + end) for start, end in _sources(span.text)]
+        at += len(span.text)
+    return _split_out(spans, places[: _room(spans)])
+
+
+def _sources(text: str) -> Iterator[tuple[int, int]]:
+    """Start and end of each source, in order."""
+    # Start of the open source of each kind. A later mark replaces an unclosed mark.
+    starts: dict[str, int] = {}
+    for mark in _SOURCE_MARKS.finditer(text):
+        kind, _, is_end = str(mark.lastgroup).partition("_")
+        if not is_end:
+            starts[kind] = mark.end()
+        elif kind in starts:
+            if text[starts[kind] : mark.start()].strip():
+                yield starts[kind], mark.start()
+            starts.clear()
+
+
+def _room(spans: Iterable[Span]) -> int:
+    """Number of passages that may still be found in a prompt."""
+    return max(0, MOST_PASSAGES - sum(span.origin in PASSAGES for span in spans))
+
+
+def _split_out(spans: Sequence[Span], places: list[tuple[int, int]]) -> tuple[Span, ...]:
+    """Split passages out of spans. ``places``: Start and end of each in the text, in order."""
+    text, at = text_of(spans), 0
+    pieces: list[Span] = []
+    for span, end in zip(spans, accumulate(len(span.text) for span in spans), strict=True):
+        while places and places[0][0] < end:
+            start, stop = places.pop(0)
+            pieces += Span(text[at:start], span.origin), Span(text[start:stop], "passage")
+            at = stop
+        pieces.append(Span(text[at:end], span.origin))
+        at = end
+    return merged(pieces)
 
 
 def _hashes(text: str) -> tuple[Integers, Integers, Integers]:

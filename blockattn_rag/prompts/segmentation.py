@@ -101,16 +101,11 @@ def _closing(tokenizer: Any, marked: list[dict[str, str]]) -> str:
 
 
 def _blocks(turn: _Turn, limit: int) -> list[Block]:
-    pieces = _split(turn.content, limit)
-    return [
-        Block.of(
-            [Span(piece, turn.origin)],
-            BlockTemplate(
-                turn.before if i == 0 else "", turn.after if i == len(pieces) - 1 else ""
-            ),
-        )
-        for i, piece in enumerate(pieces)
-    ]
+    pieces, blocks = _split(turn.content, limit), []
+    for i, piece in enumerate(pieces, 1):
+        before, after = turn.before if i == 1 else "", turn.after if i == len(pieces) else ""
+        blocks.append(Block.of([Span(piece, turn.origin)], BlockTemplate(before, after)))
+    return blocks
 
 
 # Separators, coarsest first: paragraphs, horizontal rules, indented lines, lines. A text is split

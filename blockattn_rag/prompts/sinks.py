@@ -5,11 +5,8 @@ is encoded without a prefix, its first tokens become an attention sink, so a pro
 passages has many sinks. If it is encoded after the head of a prompt, the head is the only sink, as
 in full attention (the shared prefix of APE, arXiv 2502.05431). This adds no cost per answer.
 
-    none    no prefix, as in the Block-Attention paper; for block-fine-tuned models
-    bos     the BOS token
-    head    the head of a prompt in the format ``chat``, in the model's own chat template: a system
-            message, and the start of the user's message
-    head:N the first N tokens of the head (4 work as well as more, unless tokens are recomputed)
+The first 4 tokens of a head work as well as more, unless tokens are recomputed. The forms of sinks
+are described in docs/guides/stock_models.md.
 
 Sinks do not depend on the prompt, so blocks are reused in prompts with any system message.
 """
@@ -29,11 +26,7 @@ _HEAD = re.compile(r"head:([1-9][0-9]{0,3})")
 
 
 def check_sink(sink: str) -> str:
-    """Validate a sink, and return it unchanged.
-
-    Raises:
-        ValueError: The sink is invalid.
-    """
+    """Return a valid sink unchanged. Raises ``ValueError`` for other values."""
     if isinstance(sink, str) and is_sink(sink):
         return sink
     raise ValueError(
@@ -47,11 +40,7 @@ def is_sink(name: str) -> bool:
 
 
 def sink_ids(sink: str, tokenizer: BlockTokenizer) -> list[int]:
-    """Token ids of a sink.
-
-    Raises:
-        ValueError: The model has no BOS token, or the head has fewer than N tokens.
-    """
+    """Token ids of a sink. Raises ``ValueError`` if the model cannot provide it."""
     if check_sink(sink) == NO_SINK:
         return []
     if sink == "bos":

@@ -69,7 +69,7 @@ class ServingConfig:
             tenants. The secret itself is not an option, because engines log their options.
         recognize: Whether the OpenAI routes recognize stored passages in plain text. ``"system"``:
             also in system messages. ``"sources"``: like True, and text that chat front ends mark as
-            a source is a passage even if it is not stored (``prompts/sources.py``).
+            a source is a passage even if it is not stored (``prompts/recognition.py``).
         kv_dtype: Format in which this server stores blocks.
         fingerprint: Expected fingerprint of the model. ``serve`` sets it, so that startup fails if
             the model's files change in the meantime. None: not checked.

@@ -6,13 +6,11 @@ from typing import Any
 
 import jsonschema
 import pytest
-from transformers import PreTrainedTokenizerFast
 
 from blockattn_rag.output import FORMATS, ToolFormat, parse_answer
-from blockattn_rag.output.compiler import GrammarCompiler, Matcher
-from blockattn_rag.output.grammar import parse_grammar
 from blockattn_rag.output.tool_formats import calls_grammar
-from tests.models import marked_tokenizer, tiny_tokenizer
+from tests.models import marked_tokenizer
+from tests.output.grammars import TOKENIZER, accepts, matcher
 
 CITY = {
     "type": "object",
@@ -58,18 +56,10 @@ SEVERAL = {
 }
 
 
-def matcher_of(tokenizer: PreTrainedTokenizerFast, grammar: str) -> Matcher:
-    parsed = parse_grammar(None, {"grammar": grammar})
-    assert parsed is not None
-    return GrammarCompiler(tokenizer, [257], "tiny").matcher(parsed)
-
-
 def fits(form: ToolFormat, text: str, *, special: bool = True, several: bool = True) -> bool:
     tokenizer = marked_tokenizer(form.marks, special=special)
-    grammar = calls_grammar(form, TOOLS, tokenizer, several=several)
-    matcher = matcher_of(tokenizer, grammar)
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return matcher.follow(ids) and matcher.is_complete()
+    calls = calls_grammar(form, TOOLS, tokenizer, several=several)
+    return accepts(matcher(tokenizer, grammar=calls), text, tokenizer)
 
 
 @pytest.mark.parametrize("special", [True, False])
@@ -115,33 +105,20 @@ def test_several_calls_are_only_allowed_if_calls_may_be_parallel(name: str) -> N
 
 def test_tool_names_that_need_escaping_are_supported() -> None:
     tools = [{"type": "function", "function": {"name": 'say "hi"'}}]
-    tokenizer = tiny_tokenizer()
-    text = '{"name": "say \\"hi\\"", "parameters": {}}'
-    matcher = matcher_of(
-        tokenizer, calls_grammar(FORMATS["llama3"], tools, tokenizer, several=False)
-    )
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    assert matcher.follow(ids)
-    assert matcher.is_complete()
+    calls = calls_grammar(FORMATS["llama3"], tools, TOKENIZER, several=False)
+    assert accepts(matcher(grammar=calls), '{"name": "say \\"hi\\"", "parameters": {}}')
 
 
 @pytest.mark.parametrize("special", [True, False, None])
 @pytest.mark.parametrize("name", FORMATS)
 def test_first_token_decides_between_text_and_calls(name: str, special: bool | None) -> None:
     form = FORMATS[name]
-    tokenizer = (
-        tiny_tokenizer() if special is None else marked_tokenizer(form.marks, special=special)
-    )
-    grammar = calls_grammar(form, TOOLS, tokenizer, several=True, or_text=True)
-
-    def fits_now(text: str) -> bool:
-        matcher = matcher_of(tokenizer, grammar)
-        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-        return matcher.follow(ids) and matcher.is_complete()
-
+    tokenizer = TOKENIZER if special is None else marked_tokenizer(form.marks, special=special)
+    calls = calls_grammar(form, TOOLS, tokenizer, several=True, or_text=True)
+    fitting = matcher(tokenizer, grammar=calls)
     quoted = f"It says {WRITTEN[name][0]}." if special is None else "It says {}, <tool> [TOOL]."
     for text in ("", "Well.", " \n", "Ünï 🙂\n\nWell", quoted, *WRITTEN[name]):
-        assert fits_now(text)
+        assert accepts(fitting, text, tokenizer)
     opened = [form.opening, f" \n\x1c{form.opening}", f"{form.opening}x", "<think>x", " <think>"]
     for text in [*opened, *(["{", ' {"a": 1}'] if form.is_bare else [])]:
-        assert not fits_now(text)
+        assert not accepts(fitting, text, tokenizer)

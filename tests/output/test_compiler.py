@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import threading
@@ -15,9 +14,9 @@ import pytest
 
 from blockattn_rag.errors import GrammarError, UnsupportedModelError
 from blockattn_rag.output.compiler import MOST_COMPILED, GrammarCompiler, Matcher
-from blockattn_rag.output.grammar import Grammar, parse_grammar
+from blockattn_rag.output.grammar import Grammar
 from tests.holding import LONGEST_S
-from tests.models import tiny_tokenizer
+from tests.output.grammars import END, TOKENIZER, accepts, compiler, grammar, ids, matcher, nested
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 TAGS = {
@@ -25,37 +24,12 @@ TAGS = {
     "structures": [{"begin": "<find>", "schema": SCHEMA, "end": "</find>"}],
 }
 NUMBER = {"triggers": ["<f"], "structures": [{"begin": 3, "schema": {}, "end": ">"}]}
-TOKENIZER: Any = tiny_tokenizer()
-END = TOKENIZER.eos_token_id
 VOCABULARY = len(TOKENIZER)
-
-
-def grammar(**outputs: Any) -> Grammar:
-    found = parse_grammar(None, outputs)
-    assert found is not None
-    return found
-
-
-def compiler(tokenizer: Any = TOKENIZER) -> GrammarCompiler:
-    return GrammarCompiler(tokenizer, [END], "tiny")
-
-
-def matcher(**outputs: Any) -> Matcher:
-    return compiler().matcher(grammar(**outputs))
-
-
-def ids(text: str) -> list[int]:
-    found: list[int] = TOKENIZER(text, add_special_tokens=False)["input_ids"]
-    return found
 
 
 def next_of(one: Matcher) -> set[str]:
     allowed = np.flatnonzero(one.allowed(VOCABULARY, [END]))
     return {TOKENIZER.decode([token], skip_special_tokens=False) for token in allowed}
-
-
-def fits(one: Matcher, text: str) -> bool:
-    return one.follow(ids(text))
 
 
 def test_allowed_tokens_follow_the_grammar() -> None:
@@ -69,16 +43,13 @@ def test_allowed_tokens_follow_the_grammar() -> None:
 def test_an_answer_may_only_end_when_it_is_complete() -> None:
     one = matcher(regex="ab?")
     assert not one.allowed(VOCABULARY, [END])[END]
-    assert one.follow(ids("a"))
-    assert one.is_complete()
-    allowed = one.allowed(VOCABULARY, [END])
-    assert allowed[END]
-    assert allowed[ids("b")].all()
+    assert accepts(one, "a")
+    assert one.allowed(VOCABULARY, [END])[[END, *ids("b")]].all()
 
 
 def test_a_custom_end_token_replaces_that_of_the_model() -> None:
     one = matcher(regex="a")
-    assert one.follow(ids("a"))
+    assert accepts(one, "a")
     other = ids("z")[0]
     assert np.flatnonzero(one.allowed(VOCABULARY, [other])).tolist() == [other]
 
@@ -101,7 +72,7 @@ def test_matchers_of_one_grammar_are_independent() -> None:
     assert (next_of(one), next_of(other)) == ({"b"}, {"a"})
 
 
-def test_recently_used_grammars_stay_compiled() -> None:
+def test_recently_used_grammars_are_compiled_once() -> None:
     compiled = compiler()
     first = compiled.start(grammar(regex="a"))
     for number in range(MOST_COMPILED - 1):
@@ -131,22 +102,6 @@ def test_a_forked_process_compiles_again() -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
-def test_a_grammar_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled = []
-    compile_one = GrammarCompiler._compile
-
-    def noted(self: GrammarCompiler, given: Grammar) -> Any:
-        compiled.append(given.text)
-        return compile_one(self, given)
-
-    monkeypatch.setattr(GrammarCompiler, "_compile", noted)
-    one = compiler()
-    for _ in range(3):
-        one.matcher(grammar(json=SCHEMA))
-        one.matcher(grammar(regex="a"))
-    assert compiled == [json.dumps(SCHEMA), "a"]
-
-
 def test_a_slow_grammar_does_not_delay_others(monkeypatch: pytest.MonkeyPatch) -> None:
     begun, may_end = threading.Event(), threading.Event()
     compile_one = GrammarCompiler._compile
@@ -158,29 +113,20 @@ def test_a_slow_grammar_does_not_delay_others(monkeypatch: pytest.MonkeyPatch) -
         return compile_one(self, given)
 
     monkeypatch.setattr(GrammarCompiler, "_compile", slow)
-    one = compiler()
-    found: list[Matcher] = []
-    waiting = threading.Thread(target=lambda: found.append(one.matcher(grammar(regex="slow"))))
-    other = threading.Thread(target=lambda: found.append(one.matcher(grammar(regex="fast"))))
-    waiting.start()
+    compiled = compiler()
+    waiting = compiled.start(grammar(regex="slow"))
     assert begun.wait(LONGEST_S)
-    other.start()
-    other.join(5)
-    overtook = list(found)
+    assert next_of(compiled.matcher(grammar(regex="fast"))) == {"f"}
+    assert not waiting.done()
     may_end.set()
-    waiting.join()
-    other.join()
-    assert [next_of(each) for each in overtook] == [{"f"}]
-    assert next_of(found[1]) == {"s"}
+    assert next_of(compiled.matcher(grammar(regex="slow"))) == {"s"}
 
 
 def test_a_choice_that_is_a_prefix_of_another_may_end_or_continue() -> None:
     one = matcher(choice=["ab", "abc", 'say "ö"\n', "🏰"])
     assert one.follow(ids("ab"))
     assert one.allowed(VOCABULARY, [END])[[END, ids("c")[0]]].all()
-    for text in ("abc", 'say "ö"\n', "🏰"):
-        assert one.follow(ids(text))
-        assert one.is_complete()
+    assert all(accepts(one, text) for text in ("abc", 'say "ö"\n', "🏰"))
 
 
 def _alternatives(number: int, begin: str) -> str:
@@ -217,18 +163,16 @@ def test_parser_errors_are_distinguished_from_forbidden_tokens() -> None:
 )
 def test_every_kind_is_compiled(outputs: dict[str, Any], text: str) -> None:
     one = matcher(**outputs)
-    assert one.follow(ids(text))
-    assert one.is_complete()
-    assert not fits(one, "?")
+    assert accepts(one, text)
+    assert not one.follow(ids("?"))
 
 
 def test_structural_tags_only_constrain_tagged_text() -> None:
     one = matcher(structural_tag=TAGS)
-    assert fits(one, "Any < text {]")
-    assert fits(one, 'I look: <find>{"a": 3}</find> and more, <find>{"a": 4}</find>.')
-    assert not fits(one, '<find>{"b"')
-    assert not fits(one, '<find>{"a": 3} more')
-    assert not fits(one, "<finder>")
+    assert accepts(one, "Any < text {]")
+    assert accepts(one, 'I look: <find>{"a": 3}</find> and more, <find>{"a": 4}</find>.')
+    for text in ('<find>{"b"', '<find>{"a": 3} more', "<finder>"):
+        assert not one.follow(ids(text))
     assert one.follow(ids('<find>{"a": 3'))
     assert not one.is_complete()
 
@@ -239,16 +183,12 @@ def test_a_schema_that_no_answer_fits_is_refused_in_one_line() -> None:
     assert "\n" not in str(raised.value)
 
 
-def _deep(levels: int) -> dict[str, Any]:
-    return {"items": _deep(levels - 1)} if levels else {}
-
-
 @pytest.mark.parametrize(
     ("outputs", "said"),
     [
         ({"json": {"title": "T", "not": {}}}, "The JSON schema 'T' cannot be compiled"),
         ({"regex": "(a"}, r"The regular expression '\(a' cannot be compiled"),
-        ({"json": {"title": "T", **_deep(400)}}, "'T' cannot be compiled.*recursion"),
+        ({"json": {"title": "T", **nested(400)}}, "'T' cannot be compiled.*recursion"),
         (
             {"structural_tag": {"x": 1}},
             r"Expected structural_tag to be \{'triggers'.*found \{\"x\": 1\}",

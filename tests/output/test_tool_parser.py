@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from blockattn_rag.output import FORMATS, CallParser, ReadAnswer, ToolCall, parse_answer
-from blockattn_rag.output.answer_reader import AnswerReader
 from blockattn_rag.output.answers import ThoughtReader
+from blockattn_rag.output.tool_parser import AnswerReader
 from blockattn_rag.prompts.blocks import BlockPrompt, text_of
 from tests.models import marked_tokenizer, tiny_tokenizer
 
@@ -28,10 +28,14 @@ def plain(answer: ReadAnswer) -> Read:
     return answer.text, calls, [(call.name, call.text) for call in answer.invalid]
 
 
+def reader_of(parser: CallParser) -> AnswerReader:
+    thoughts = ThoughtReader(SimpleNamespace(chat_template=""), BlockPrompt((), "?"))
+    return AnswerReader(thoughts, parser)
+
+
 def streamed(parser: CallParser, text: str, chunks: list[tuple[str, list[int]]]) -> Read:
     """Read a streamed answer, and check that text emitted early is a prefix of the final text."""
-    thoughts = ThoughtReader(SimpleNamespace(chat_template=""), BlockPrompt((), "?"))
-    reader = AnswerReader(thoughts, parser)
+    reader = reader_of(parser)
     shown = "".join(reader.push(*chunk).answer for chunk in chunks)
     said, answer = reader.finish(text, [token for _, ids in chunks for token in ids])
     assert shown + said.answer == answer.text
@@ -87,32 +91,21 @@ def test_a_call_is_parsed_in_each_format(form: str, answer: str) -> None:
     assert read(form, answer) == ("", [CALL], [])
 
 
+OTHER = '{"name": "other", "arguments": {}}'
+
+
 @pytest.mark.parametrize(
-    ("form", "answer"),
+    ("form", "more"),
     [
-        (
-            "hermes",
-            '<tool_call>\n{"name": "look_up", "arguments": {"q": "a"}}\n</tool_call>\n'
-            '<tool_call>\n{"name": "other", "arguments": {}}\n</tool_call>',
-        ),
-        (
-            "llama3",
-            '{"name": "look_up", "parameters": {"q": "a"}}; {"name": "other", "parameters": {}}',
-        ),
-        (
-            "mistral",
-            '[TOOL_CALLS][{"name": "look_up", "arguments": {"q": "a"}}, '
-            '{"name": "other", "arguments": {}}]',
-        ),
-        ("mistral_args", '[TOOL_CALLS]look_up[ARGS]{"q": "a"}[TOOL_CALLS]other[ARGS]{}'),
-        (
-            "granite",
-            '<|tool_call|>[{"name": "look_up", "arguments": {"q": "a"}}, '
-            '{"name": "other", "arguments": {}}]',
-        ),
+        ("hermes", f"\n<tool_call>\n{OTHER}\n</tool_call>"),
+        ("llama3", '; {"name": "other", "parameters": {}}'),
+        ("mistral", f", {OTHER}]"),
+        ("mistral_args", "[TOOL_CALLS]other[ARGS]{}"),
+        ("granite", f", {OTHER}]"),
     ],
 )
-def test_parallel_calls_are_parsed_in_order(form: str, answer: str) -> None:
+def test_parallel_calls_are_parsed_in_order(form: str, more: str) -> None:
+    answer = WELL_FORMED[form][0].removesuffix("]") + more
     assert read(form, answer) == ("", [CALL, ("other", {})], [])
 
 
@@ -128,11 +121,10 @@ def test_ids_that_a_model_writes_are_kept_if_they_are_unique() -> None:
     for form, index in (("mistral", 0), ("mistral_args", 1)):
         (call,) = parse_answer(WELL_FORMED[form][index], FORMATS[form]).calls
         assert call.id == "a1B2c3D4e"
-    two = [WELL_FORMED["hermes"][1], WELL_FORMED["hermes"][1].replace('"q"', '"r"')]
-    ids = {call.id for call in parse_answer("".join(two), FORMATS["hermes"]).calls}
-    made = parse_answer(WELL_FORMED["hermes"][0], FORMATS["hermes"]).calls[0].id
-    assert "x" in ids
-    assert len(ids) == 2
+    first = WELL_FORMED["hermes"][1]
+    same_id = first.replace('"q"', '"r"')
+    kept, made = (call.id for call in parse_answer(first + same_id, FORMATS["hermes"]).calls)
+    assert kept == "x" != made
     assert len(made) == 9
     assert made.isalnum()
 
@@ -149,51 +141,27 @@ def test_an_answer_that_is_an_ordinary_object_is_text(answer: str) -> None:
     assert read("llama3", answer) == (answer, [], [])
 
 
+MALFORMED_OBJECTS = [
+    ("\nlook_up(q='a')\n", None, "Expecting value"),
+    ("", None, "Expecting value"),
+    ('{"name": "look_up"}', "look_up", "Expected 'arguments'"),
+    ('{"arguments": {}}', None, "Expected a tool's 'name'"),
+    ('{"name": 3, "arguments": {}}', None, "found 3"),
+    ('{"name": "look_up", "arguments": "{}"}', "look_up", "to be a JSON object, found a string"),
+    ('{"name": "look_up", "arguments": {}, "q": "a"}', "look_up", "Found unknown fields 'q'"),
+    ('{"name": "look_up", "arguments": {"q": 1, "q": 2}}', "look_up", "the key 'q' twice"),
+    ('{"name": "look_up", "arguments": {"q": NaN}}', "look_up", "NaN"),
+    ('{"name": "look_up", "arguments": {"q": "\\ud83d"}}', "look_up", "is a lone surrogate"),
+    ('{"name": "look_up", "arguments": {"q": -1e999}}', "look_up", "expected a finite"),
+    ("[]", None, "Expected a JSON object, found a list"),
+    ("[" * 100_000, None, "recursion"),
+]
 MALFORMED = [
-    ("hermes", "<tool_call>\nlook_up(q='a')\n</tool_call>", None, "Expecting value"),
-    ("hermes", "<tool_call></tool_call>", None, "Expecting value"),
-    ("hermes", '<tool_call>{"name": "look_up"}</tool_call>', "look_up", "Expected 'arguments'"),
-    ("hermes", '<tool_call>{"arguments": {}}</tool_call>', None, "Expected a tool's 'name'"),
-    ("hermes", '<tool_call>{"name": 3, "arguments": {}}</tool_call>', None, "found 3"),
-    (
-        "hermes",
-        '<tool_call>{"name": "look_up", "arguments": "{}"}</tool_call>',
-        "look_up",
-        "to be a JSON object, found a string",
-    ),
-    (
-        "hermes",
-        '<tool_call>{"name": "look_up", "arguments": {}, "q": "a"}</tool_call>',
-        "look_up",
-        "Found unknown fields 'q'",
-    ),
-    (
-        "hermes",
-        '<tool_call>{"name": "look_up", "arguments": {"q": 1, "q": 2}}</tool_call>',
-        "look_up",
-        "the key 'q' twice",
-    ),
-    (
-        "hermes",
-        '<tool_call>{"name": "look_up", "arguments": {"q": NaN}}</tool_call>',
-        "look_up",
-        "NaN",
-    ),
-    (
-        "hermes",
-        '<tool_call>{"name": "look_up", "arguments": {"q": "\\ud83d"}}</tool_call>',
-        "look_up",
-        "'\\ud83d', which is a lone surrogate",
-    ),
-    (
-        "hermes",
-        '<tool_call>{"name": "look_up", "arguments": {"q": -1e999}}</tool_call>',
-        "look_up",
-        "Found the number -1e999, expected a finite",
+    *(
+        ("hermes", f"<tool_call>{text}</tool_call>", name, error)
+        for text, name, error in MALFORMED_OBJECTS
     ),
     ("hermes", '<tool_call>{"name": "look_up", "argum', "look_up", "ends before the call does"),
-    ("hermes", "<tool_call>[]</tool_call>", None, "Expected a JSON object, found a list"),
-    ("hermes", "<tool_call>" + "[" * 100_000 + "</tool_call>", None, "recursion"),
     ("llama3", '{"name": "look_up", "q": "a"}', "look_up", "Expected 'parameters' or 'arguments'"),
     ("llama3", '{"name": "look_up", "parameters": {"q', "look_up", "ends before the call does"),
     ("llama3", "<|python_tag|>brave_search.call(query='a')", None, "Expected JSON"),
@@ -209,14 +177,10 @@ MALFORMED = [
 @pytest.mark.parametrize(("form", "answer", "name", "error"), MALFORMED)
 def test_malformed_calls_are_reported(form: str, answer: str, name: str | None, error: str) -> None:
     read(form, answer[:500])
-    found = parse_answer(answer, FORMATS[form], ["look_up"])
-    assert not found.text
-    assert not found.calls
-    (call,) = found.invalid
-    assert error in call.error
-    assert call.name == name
     bare = answer.replace(FORMATS[form].opening, "").replace("</tool_call>", "").strip()
-    assert call.text == bare
+    parsed = parse_answer(answer, FORMATS[form], ["look_up"])
+    assert plain(parsed) == ("", [], [(name, bare)])
+    assert error in parsed.invalid[0].error
 
 
 def test_a_malformed_call_does_not_affect_other_calls() -> None:
@@ -316,11 +280,8 @@ def read_tokens(form: str, pieces: Pieces, *, special: bool) -> Read:
     tokenizer = marked_tokenizer(FORMATS[form].marks, special=special)
     ids: list[int] = []
     for text, is_token in pieces:
-        ids += (
-            [tokenizer.convert_tokens_to_ids(text)]
-            if is_token
-            else BASE(text, add_special_tokens=False)["input_ids"]
-        )
+        encode = tokenizer if is_token else BASE
+        ids += encode(text, add_special_tokens=False)["input_ids"]
     text = tokenizer.decode(ids, skip_special_tokens=True)
     parser = CallParser(FORMATS[form], ["look_up"], tokenizer)
     whole = plain(parser.parse(text, ids))
@@ -396,15 +357,9 @@ def test_long_answers_are_parsed_quickly(form: str, answer: str) -> None:
 
 
 def test_text_before_a_call_is_streamed_immediately() -> None:
-    thoughts = ThoughtReader(SimpleNamespace(chat_template=""), BlockPrompt((), "?"))
-    reader = AnswerReader(thoughts, CallParser(FORMATS["hermes"]))
+    reader = reader_of(CallParser(FORMATS["hermes"]))
     pieces = ["I look", " up.\n<to", "ols> <tool", '_call>\n{"name": "f", "argum', 'ents": {}}']
-    assert [reader.push(piece, []).answer for piece in pieces] == [
-        "I look",
-        " up.",
-        "\n<tools>",
-        "",
-        "",
-    ]
+    shown = [reader.push(piece, []).answer for piece in pieces]
+    assert shown == ["I look", " up.", "\n<tools>", "", ""]
     said, answer = reader.finish("".join(pieces), [])
     assert (said.answer, [call.name for call in answer.calls]) == ("", ["f"])

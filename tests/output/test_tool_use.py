@@ -16,11 +16,11 @@ def tool(name: str) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name}}
 
 
-def use(*names: str, template: str | None = QWEN25, **options: Any) -> ToolUse | None:
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = template
+def use(*names: str, template: str | None = QWEN25, **options: Any) -> ToolUse:
     call = {"tools": [tool(name) for name in names], **options}
-    return ToolUse.of_call(call, lambda: tokenizer, "small")
+    parsed = ToolUse.of_call(call, lambda: tiny_tokenizer(chat=template), "small")
+    assert parsed is not None
+    return parsed
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,6 @@ def test_invalid_tool_choices_are_refused(choice: Any) -> None:
 def test_two_tools_may_have_the_same_name() -> None:
     # LangChain's standard tests bind several tools with one name. A call may mean any of them.
     held = use("add", "add", tool_choice="add")
-    assert held is not None
     assert "call_1" in held.engine_options(tiny_tokenizer(), {})["structured_outputs"]["grammar"]
 
 
@@ -62,30 +61,22 @@ def test_invalid_tool_definitions_are_refused(definition: Any) -> None:
 def test_a_required_call_works_without_tool_support_in_the_template() -> None:
     template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     held = use("add", template=template, tool_choice="any")
-    assert held is not None
-    assert '"name": "add"' in text_of(
-        prompt_spans(_tokenizer(template), [{"role": "user", "content": "?"}], held)
-    )
+    turns = [{"role": "user", "content": "?"}]
+    assert '"name": "add"' in text_of(prompt_spans(tiny_tokenizer(chat=template), turns, held))
     with pytest.raises(ValueError, match=r"small does not support tools.*require a call"):
         use("add", template=template)
     with pytest.raises(ValueError, match="does not support tools"):
         use("add", template=None, tool_choice="any")
 
 
-def _tokenizer(template: str) -> Any:
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = template
-    return tokenizer
-
-
 @pytest.mark.parametrize(
     "options", [{"tool_choice": "any"}, {"tool_choice": "add"}, {"tool_calls": "constrained"}]
 )
 def test_a_grammar_that_forbids_required_or_constrained_calls_is_refused(options: Any) -> None:
-    held = use("add", **options)
-    assert held is not None
     with pytest.raises(ValueError, match="the regular expression 'a' with tools"):
-        held.engine_options(tiny_tokenizer(), {"structured_outputs": {"regex": "a"}})
+        use("add", **options).engine_options(
+            tiny_tokenizer(), {"structured_outputs": {"regex": "a"}}
+        )
 
 
 def test_unknown_tool_call_modes_are_refused() -> None:
@@ -96,5 +87,5 @@ def test_unknown_tool_call_modes_are_refused() -> None:
 def test_results_precede_the_question_if_the_template_drops_them() -> None:
     template = "{# tool #}{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
     turns = [{"role": "user", "content": "1 + 2?"}, {"role": "tool", "content": "3"}]
-    text = text_of(prompt_spans(_tokenizer(template), turns, None))
+    text = text_of(prompt_spans(tiny_tokenizer(chat=template), turns, None))
     assert text == "3\n\n1 + 2?"

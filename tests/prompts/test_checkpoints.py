@@ -1,4 +1,4 @@
-"""Known checkpoints: exact prompt formats, detection and requirements."""
+"""Known checkpoints: prompt formats, detection and requirements."""
 
 from __future__ import annotations
 
@@ -16,71 +16,15 @@ from blockattn_rag.model import BlockModel
 from blockattn_rag.model.loading import load_tokenizer
 from blockattn_rag.prompts.blocks import BlockPrompt
 from blockattn_rag.prompts.checkpoints import CHECKPOINTS, format_for, known_checkpoint
-from blockattn_rag.prompts.formats import FORMATS, Passage, PromptFormat, prompt_format
+from blockattn_rag.prompts.formats import FORMATS
 from blockattn_rag.prompts.tokenization import BlockTokenizer
 from tests.models import shared_tiny_llama, tiny_tokenizer
 
 TULU, LLAMA = "ldsjmdy/Tulu3-Block-FT", "hxia7/Llama-3.2-1B-Block-FT"
-QWEN = "hxia7/Qwen3-8B-Block-FT"
-PASSAGES = [Passage("Halden", "214 metres. "), Passage("Orm", "Is it {tall}?")]
-PREAMBLE = (
-    "You are an intelligent AI assistant. Please answer questions based on the user's "
-    "instructions. Below are some reference documents that may help you in answering the user's "
-    "question.\n\n"
-)
-INSTRUCTION = (
-    "Please write a high-quality answer for the given question using only the provided search "
-    "documents (some of which might be irrelevant).\nQuestion: How tall?"
-)
-
-
-def rendered(model: str) -> list[str]:
-    """Return the rendered blocks of the prompt, the final one last."""
-    # These formats do not use the chat template of the tokenizer.
-    prompt = own_format(model).prompt("How tall?", PASSAGES, tiny_tokenizer())
-    return [*(block.rendered for block in prompt.context), prompt.final]
-
-
-def own_format(model: str) -> PromptFormat:
-    name = CHECKPOINTS[model].format
-    assert name is not None
-    return prompt_format(name)
 
 
 def named(name: str) -> BlockModel:
     return BlockModel(shared_tiny_llama(), tiny_tokenizer(), name=name, pack_weights=False)
-
-
-def test_tulu3_block_ft_prompts_match_its_training_data() -> None:
-    assert rendered(TULU) == [
-        f"<|user|>\n{PREAMBLE}",
-        "- Title: Halden\n214 metres.\n",
-        "- Title: Orm\nIs it {tall}?\n",
-        f"\n\n{INSTRUCTION}\n<|assistant|>\n",
-    ]
-
-
-@pytest.mark.parametrize("model", [LLAMA, "hxia7/Llama-3.1-8B-Block-FT", "hxia7/Llama-3-8B-block"])
-def test_llama_block_ft_has_passages_in_the_system_turn(model: str) -> None:
-    assert rendered(model) == [
-        f"<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\n{PREAMBLE}",
-        "- Title: Halden\n214 metres.\n",
-        "- Title: Orm\nIs it {tall}?\n",
-        f"<|eot_id|><|start_header_id|>user<|end_header_id|>\n\n{INSTRUCTION}"
-        "<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n",
-    ]
-
-
-def test_control_tokens_are_only_parsed_in_the_template() -> None:
-    tokenizer = tiny_tokenizer(bos=False)
-    passages = [Passage("<|user|>", "<|assistant|>")]
-    prompt = FORMATS["tulu3-block"].prompt("<|assistant|>", passages, tokenizer)
-    ids = BlockTokenizer(tokenizer).prompt_ids(prompt)
-    user = tokenizer.convert_tokens_to_ids("<|user|>")
-    assistant = tokenizer.convert_tokens_to_ids("<|assistant|>")
-    assert [i for i, one in enumerate(ids.flat) if one == user] == [0]
-    # Only "\n" follows the assistant token.
-    assert [i for i, one in enumerate(ids.flat[::-1]) if one == assistant] == [1]
 
 
 @pytest.mark.parametrize(
@@ -117,7 +61,7 @@ def test_models_with_other_names_are_not_recognized(name: str) -> None:
 
 def test_a_format_that_was_not_confirmed_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     assert format_for("auto", "hxia7/Llama-3.1-8B-Block-FT") is FORMATS["llama3-block"]
-    assert format_for("auto", QWEN) is FORMATS["chat"]
+    assert format_for("auto", "hxia7/Qwen3-8B-Block-FT") is FORMATS["chat"]
     assert "(unconfirmed); see its card" in caplog.messages[0]
     assert "trained on is unknown; see its card" in caplog.messages[1]
 
@@ -126,8 +70,6 @@ def test_an_explicit_format_is_not_reported(caplog: pytest.LogCaptureFixture) ->
     assert format_for("turborag", TULU) is FORMATS["turborag"]
     assert format_for(FORMATS["chat"], TULU) is FORMATS["chat"]
     assert not caplog.messages
-    with pytest.raises(ValueError, match="Unknown prompt format 'x'"):
-        format_for("x", TULU)
 
 
 def test_fine_tuning_records_the_format_that_auto_resolves_to() -> None:
@@ -138,19 +80,19 @@ def test_fine_tuning_records_the_format_that_auto_resolves_to() -> None:
 
 def test_known_checkpoints_are_block_tuned_and_control_models_are_not() -> None:
     assert named(TULU).is_block_tuned
+    assert named(TULU).checkpoint is CHECKPOINTS[TULU]
     assert not named("ldsjmdy/Tulu3-RAG").is_block_tuned
     assert not named("elsewhere/Tulu3-Block-FT").is_block_tuned
 
 
 def test_fine_tuned_versions_of_a_checkpoint_are_not_recognized() -> None:
     peft = pytest.importorskip("peft")
-    assert named(TULU).checkpoint is CHECKPOINTS[TULU]
     lora = peft.LoraConfig(r=2, target_modules=["k_proj"])
     adapted: Any = peft.get_peft_model(copy.deepcopy(shared_tiny_llama()), lora)
-    assert BlockModel(adapted, tiny_tokenizer(), name=TULU).checkpoint is None
     ours = copy.deepcopy(shared_tiny_llama())
     ours.config.block_attention = {"version": 1}
-    assert BlockModel(ours, tiny_tokenizer(), name=TULU).checkpoint is None
+    for model in (adapted, ours):
+        assert BlockModel(model, tiny_tokenizer(), name=TULU).checkpoint is None
 
 
 @pytest.mark.parametrize(("model", "bos"), [(TULU, False), (LLAMA, True)])
@@ -171,7 +113,14 @@ def test_settings_that_differ_from_training_are_reported(caplog: pytest.LogCaptu
     assert "sink='none', found positions='reordered' and sink='head:4'" in caplog.messages[0]
 
 
-def test_all_checkpoints_run_with_the_default_settings() -> None:
-    plain = Recipe()
-    unmet = [one.hub_id for one in CHECKPOINTS.values() if one.unmet(plain.positions, plain.sink)]
-    assert unmet == []
+def test_checkpoints_have_the_format_and_settings_that_they_were_trained_with() -> None:
+    assert {name: known.format for name, known in CHECKPOINTS.items()} == {
+        TULU: "tulu3-block",
+        "ldsjmdy/Tulu3-RAG": "tulu3-block",
+        LLAMA: "llama3-block",
+        "hxia7/Llama-3.1-8B-Block-FT": "llama3-block",
+        "hxia7/Llama-3-8B-block": "llama3-block",
+        "hxia7/Qwen3-8B-Block-FT": None,
+    }
+    default = Recipe()
+    assert not any(known.unmet(default.positions, default.sink) for known in CHECKPOINTS.values())

@@ -1,10 +1,17 @@
-"""Markers in prompts: parser, forged markers, and fragments of cut passages."""
+"""Markers in prompts: parser, forged markers, fragments of cut passages, and the secret key."""
 
 from __future__ import annotations
 
 import hashlib
 import itertools
 import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -50,13 +57,6 @@ def conversation(text: str) -> tuple[Span, ...]:
 
 def outside(prompt: BlockPrompt) -> list[str]:
     return [prompt.final, *(b.text for b in prompt.context if not b.is_passage)]
-
-
-@given(hostile_text)
-def test_any_marked_text_is_parsed_unchanged(text: str) -> None:
-    stripped = text.strip()
-    expected = [Block(stripped)] if stripped else []
-    assert list(segment(wrap(text) + "Q").context) == expected
 
 
 @given(st.lists(hostile_text, max_size=4))
@@ -116,30 +116,22 @@ def test_foreign_markers_are_text_even_with_a_correct_digest() -> None:
 def test_a_foreign_marker_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     markers._warn_of_foreign_markers.cache_clear()
     with caplog.at_level(logging.WARNING, "blockattn_rag"):
-        for _ in range(2):
-            segment(f"[[kvblock:{OTHER}]]")
-    (record,) = caplog.records
-    assert "treated as text" in record.getMessage()
+        segment(f"[[kvblock:{OTHER}]]" * 2)
+        segment(f"[[kvblock:{OTHER}]]")
+    (message,) = caplog.messages
+    assert "treated as text" in message
 
 
-def test_text_before_the_first_block_is_a_block_and_text_after_the_last_is_final() -> None:
-    prompt = segment(f"System. {wrap('one')}\n\n{wrap('two')} Question?", TEMPLATE)
-    assert prompt.context == (
-        Block.of(conversation("System. ")),
-        Block("one", TEMPLATE),
-        Block("two", TEMPLATE),
-    )
-    assert prompt.final == " Question?"
-
-
-def test_white_space_between_blocks_belongs_to_neither_and_other_text_is_a_block() -> None:
-    prompt = segment(f"{wrap('one')} \n\t {wrap('two')}\nSource 3:\n{wrap('three')}Q")
+def test_text_around_and_between_passages_is_not_lost() -> None:
+    prompt = segment(f"System. {wrap('one')} \n\t {wrap('two')}\nSource 3:\n{wrap('three')} Q?")
     assert [(b.text, b.is_passage) for b in prompt.context] == [
+        ("System. ", False),
         ("one", True),
         ("two", True),
         ("\nSource 3:\n", False),
         ("three", True),
     ]
+    assert prompt.final == " Q?"
 
 
 def test_changed_text_between_markers_is_a_block_marked_as_changed() -> None:
@@ -227,3 +219,61 @@ def test_removing_unpaired_markers_does_not_change_other_text() -> None:
     text = "[[/kv, 0a0a0a0a]] and [[/ and/ [[1, 2]] "
     assert remove_orphans(text + OPENING + text) == text + text
     assert remove_orphans(text) == text
+
+
+PROGRAM = "from blockattn_rag.prompts.markers import wrap; print(wrap('text'))"
+
+
+def run(home: Path, **environment: str) -> str:
+    kept = {k: v for k, v in os.environ.items() if k != markers.KEY_VARIABLE}
+    kept |= {"BLOCKATTN_RAG_HOME": str(home)} | environment
+    command = [sys.executable, "-c", PROGRAM]
+    return subprocess.run(command, env=kept, check=True, capture_output=True, text=True).stdout
+
+
+def test_processes_of_one_user_share_a_marker_key(tmp_path: Path) -> None:
+    one = run(tmp_path / "one")
+    assert run(tmp_path / "one") == one != run(tmp_path / "two")
+    (file,) = (tmp_path / "one").iterdir()
+    assert file.stat().st_mode & 0o777 == 0o600
+
+
+def test_machines_share_a_key_from_the_environment(tmp_path: Path) -> None:
+    given = {markers.KEY_VARIABLE: "shared by all machines"}
+    assert run(tmp_path / "one", **given) == run(tmp_path / "two", **given)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_guessable_key_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(subprocess.CalledProcessError) as raised:
+        run(tmp_path, **{markers.KEY_VARIABLE: "short"})
+    assert "has 5 characters, expected at least 16" in raised.value.stderr
+
+
+def test_concurrent_threads_generate_one_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    both, made = threading.Barrier(2), []
+
+    def slow_key(path: Path) -> bytes:
+        made.append(path)
+        time.sleep(0)  # lets the other thread run unless it is locked out
+        return bytes(32)
+
+    monkeypatch.delenv(markers.KEY_VARIABLE)
+    monkeypatch.setattr(markers, "_key_in", slow_key)
+    markers._found_key.cache_clear()
+    with ThreadPoolExecutor(2) as pool:
+        for _ in range(2):
+            pool.submit(lambda: (both.wait(), markers.marker_key()))
+    markers._found_key.cache_clear()
+    assert len(made) == 1
+
+
+def test_a_truncated_key_is_regenerated(tmp_path: Path) -> None:
+    (tmp_path / "marker.key").write_bytes(b"short")
+    assert run(tmp_path) == run(tmp_path)
+    assert len((tmp_path / "marker.key").read_bytes()) == 32
+
+
+def test_an_unwritable_key_is_valid_for_the_process(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder")
+    assert run(tmp_path / "file") != run(tmp_path / "file")

@@ -1,4 +1,4 @@
-"""Recognition of known passages in plain text."""
+"""Recognition of known passages, and of sources that chat front ends mark, in plain text."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import regex
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blockattn_rag.prompts.blocks import BlockPrompt, Span, text_of
+from blockattn_rag.prompts.blocks import BlockPrompt, Origin, Span, text_of
 from blockattn_rag.prompts.chat_template import chat_spans
 from blockattn_rag.prompts.markers import content_spans, wrap
 from blockattn_rag.prompts.recognition import (
@@ -21,6 +21,7 @@ from blockattn_rag.prompts.recognition import (
     PassageMatcher,
     entries_of,
     joined,
+    marked_sources,
 )
 from tests.models import tiny_tokenizer
 
@@ -98,16 +99,10 @@ def test_system_messages_are_only_searched_on_request() -> None:
     assert matcher.split(spans, in_system=True) == (*rules, *question)
 
 
-def test_passages_across_two_spans_are_not_recognized() -> None:
-    spans = (Span(A[:50], "system"), Span(A[50:], "conversation"))
-    assert PassageMatcher(entries_of([A])).split(spans, in_system=True) == spans
-
-
 @pytest.mark.parametrize("template", ["{{ m.content }}", "<{{ m.role }}>{{ m.content }}"])
 @pytest.mark.parametrize("roles", ["user user", "user tool"])
 def test_passages_across_two_messages_are_not_recognized(template: str, roles: str) -> None:
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = f"{{% for m in messages %}}{template}{{% endfor %}}"
+    tokenizer = tiny_tokenizer(chat=f"{{% for m in messages %}}{template}{{% endfor %}}")
     halves = zip(roles.split(), (f"{A} {B[:50]}", f"{B[50:]} {C}"), strict=True)
     spans = chat_spans(tokenizer, [{"role": role, "content": text} for role, text in halves])
     known = [A, B, f"{B[:50]}\n\n{B[50:]}", C]
@@ -208,9 +203,53 @@ def test_the_number_of_recognized_blocks_is_limited() -> None:
     prompt = BlockPrompt.from_spans(spans)
     assert sum(block.is_passage for block in prompt.context) == MOST_PASSAGES
     assert len(prompt.context) <= 256
+    text = "".join(f'<source id="{n}">{A}</source>' for n in range(MOST_PASSAGES + 9))
+    spans = marked_sources([Span(B, "passage"), Span(text, "conversation")])
+    assert sum(span.origin == "passage" for span in spans) == MOST_PASSAGES
+    assert text_of(spans) == B + text
 
 
 def test_entries_are_merged_without_duplicates() -> None:
     entries = joined([entries_of([A, B]), entries_of([B, C, "short"])])
     assert len(entries) == 3
     assert len(joined([])) == len(entries_of([])) == 0
+
+
+def sources(text: str, origin: Origin = "conversation") -> list[str]:
+    spans = marked_sources([Span(text, origin)])
+    assert text_of(spans) == text
+    return [span.text for span in spans if span.origin == "passage"]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (f'<source id="1" name="a.txt">{A}</source>\n<source id="1">{B}</source>', [A, B]),
+        (f"[CONTEXT 0]:\n{A}\n[END CONTEXT 0]\n\n[CONTEXT 1]:\n{B}\n[END CONTEXT 1]\n\n", [A, B]),
+        (f"<contextItem>\n  <![CDATA[{A}]]>\n  </contextItem>", [A]),
+        (f'As in <source id="1">.\n<source id="2" name="b">{A}</source></source>', [A]),
+        (f'<source id="1">{A} [CONTEXT 7]:\n{B}</source>', [f"{A} [CONTEXT 7]:\n{B}"]),
+        (f'<source id="1">{A}\n[END CONTEXT 0]</source>', [f"{A}\n[END CONTEXT 0]"]),
+        (f'<source id="1">{A}]]></contextItem>', []),
+        (f'<source id="1"> \n</source>{A}</source>', []),
+        (f'<source src="a.mp4">{A}</source> <source>{A}</source>', []),
+        (f'{A}</source><source id="1">{B}', []),
+        # A search from every mark would take hours.
+        pytest.param('<source id="1">[CONTEXT 1]:\n' * 100_000, [], id="unclosed"),
+    ],
+)
+def test_text_between_source_marks_is_a_passage(text: str, expected: list[str]) -> None:
+    assert sources(text) == expected
+
+
+def test_sources_are_only_found_in_user_tool_and_system_messages() -> None:
+    text = f'<source id="1">{A}</source>'
+    assert sources(text, "conversation") == sources(text, "system") == [A]
+    others: tuple[Origin, ...] = ("template", "answer", "passage", "altered")
+    kept = [Span(text, origin) for origin in others]
+    assert marked_sources(kept) == tuple(kept)
+
+
+def test_sources_do_not_span_messages() -> None:
+    spans = (Span(f'<source id="1">{A}', "system"), Span("</source>", "conversation"))
+    assert marked_sources(spans) == spans

@@ -12,7 +12,7 @@ from blockattn_rag.errors import SegmentationError
 from blockattn_rag.prompts.blocks import Span
 from blockattn_rag.prompts.chat_template import render_chat
 from blockattn_rag.prompts.segmentation import conversation
-from tests.models import tiny_tokenizer
+from tests.models import CHAT_TEMPLATE, tiny_tokenizer
 
 CHAT = [
     {"role": "system", "content": "Be brief."},
@@ -24,15 +24,10 @@ TEXTS = st.lists(
     st.sampled_from(["a", "word ", "\n\n", "---", "=====", "\n\t", "\n", " ", "\t", "--"])
 ).map("".join)
 
-BARE = tiny_tokenizer(bos=False)
-BARE.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+BARE = tiny_tokenizer(bos=False, chat="{% for m in messages %}{{ m.content }}{% endfor %}")
 
 
 class TestConversation:
-    def test_joined_turns_equal_the_rendered_chat_template(self) -> None:
-        tokenizer = tiny_tokenizer()
-        assert conversation(CHAT, tokenizer).text == render_chat(tokenizer, CHAT)
-
     def test_system_user_and_assistant_turns_are_blocks_and_the_last_turn_is_final(self) -> None:
         prompt = conversation(CHAT, tiny_tokenizer())
         assert [block.rendered for block in prompt.context] == [
@@ -41,11 +36,7 @@ class TestConversation:
             "<|assistant|>\nHello<|end|>\n",
         ]
         assert prompt.final == "<|user|>\nBye<|end|>\n<|assistant|>\n"
-
-    def test_fields_that_look_like_the_template_are_refused(self) -> None:
-        messages = [{**CHAT[1], "name": "<|end|>"}, *CHAT[2:]]
-        with pytest.raises(SegmentationError, match="Found a message with 'name'"):
-            conversation(messages, tiny_tokenizer())
+        assert prompt.text == render_chat(tiny_tokenizer(), CHAT)
 
     def test_control_tokens_inside_a_turn_stay_text(self) -> None:
         messages = [{"role": "user", "content": "<|end|>"}, *CHAT[2:]]
@@ -53,22 +44,13 @@ class TestConversation:
         assert block.spans == (Span("<|end|>", "conversation"),)
 
     def test_templates_that_refuse_a_single_system_message_are_supported(self) -> None:
-        tokenizer = tiny_tokenizer()
-        tokenizer.chat_template = (
-            "{% if messages|length == 1 and messages[0].role == 'system' %}"
-            "{{ raise_exception('no user') }}{% endif %}" + str(tokenizer.chat_template)
+        tokenizer = tiny_tokenizer(
+            chat="{% if messages|length == 1 and messages[0].role == 'system' %}"
+            "{{ raise_exception('no user') }}{% endif %}" + CHAT_TEMPLATE
         )
         prompt = conversation(CHAT, tokenizer)
         assert prompt.context[0].rendered == "<|begin|><|system|>\nBe brief."
         assert prompt.text == render_chat(tokenizer, CHAT)
-
-    def test_a_template_without_a_system_role_puts_the_system_text_first(self) -> None:
-        tokenizer = tiny_tokenizer()
-        tokenizer.chat_template = (
-            "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}"
-            "{% endif %}[{{ m.role }}]{{ m.content }}{% endfor %}"
-        )
-        assert conversation(CHAT[:2], tokenizer).text == "[user]Be brief.\n\nHi"
 
     @pytest.mark.parametrize(
         ("template", "messages", "expected"),
@@ -77,15 +59,14 @@ class TestConversation:
             ("{{ messages[0].content }}", CHAT, "drops, repeats or reorders"),
             ("{% for m in messages|reverse %}{{ m.content }}{% endfor %}", CHAT, "reorders"),
             ("x", [], "Found no message"),
+            ("x", [{**CHAT[1], "name": "<|end|>"}], "Found a message with 'name'"),
         ],
     )
     def test_invalid_messages_are_refused(
         self, template: str | None, messages: Any, expected: str
     ) -> None:
-        tokenizer = tiny_tokenizer()
-        tokenizer.chat_template = template
         with pytest.raises(SegmentationError, match=expected):
-            conversation(messages, tokenizer)
+            conversation(messages, tiny_tokenizer(chat=template))
 
 
 class TestCutTurns:

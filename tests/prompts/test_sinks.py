@@ -9,7 +9,7 @@ import pytest
 from blockattn_rag.prompts.formats import CHAT, Passage
 from blockattn_rag.prompts.sinks import check_sink, sink_ids
 from blockattn_rag.prompts.tokenization import BlockTokenizer
-from tests.models import tiny_tokenizer
+from tests.models import CHAT_TEMPLATE, tiny_tokenizer
 
 
 @pytest.mark.parametrize("sink", ["none", "bos", "head", "head:1", "head:16"])
@@ -40,8 +40,7 @@ def test_a_head_does_not_depend_on_the_date() -> None:
     today = "{{ strftime_now('%d %b %Y') }}"
     llama = "{% if not date_string is defined %}{% set date_string = strftime_now('%d %b %Y') %}"
     for start, found in ((today, "You are"), (llama + "{% endif %}{{ date_string }}", "01 Jan 20")):
-        tokenizer = tiny_tokenizer()
-        tokenizer.chat_template = start + tokenizer.chat_template
+        tokenizer = tiny_tokenizer(chat=start + CHAT_TEMPLATE)
         text = str(tokenizer.decode(sink_ids("head", BlockTokenizer(tokenizer))))
         assert text.removeprefix("<|begin|>").startswith(found)
 

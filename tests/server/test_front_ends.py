@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from blockattn_rag.prompts.blocks import STORED
-from blockattn_rag.prompts.sources import marked_sources
+from blockattn_rag.prompts.recognition import marked_sources
 from blockattn_rag.server.vllm.bodies import ChatBody
 from blockattn_rag.server.vllm.openai import Prompts
 from tests.models import tiny_tokenizer

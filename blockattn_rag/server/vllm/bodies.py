@@ -17,7 +17,7 @@ from pydantic import Field, field_validator
 from pydantic.dataclasses import dataclass
 
 from blockattn_rag.errors import ProtocolError
-from blockattn_rag.output.tool_calls import ToolCall
+from blockattn_rag.output.tool_formats import ToolCall
 from blockattn_rag.prompts.blocks import PASSAGES, Span
 from blockattn_rag.prompts.chat_template import Spans, origin_of
 from blockattn_rag.prompts.formats import CHAT, Passage

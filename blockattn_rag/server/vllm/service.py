@@ -16,8 +16,7 @@ from blockattn_rag.engine.results import Mode
 from blockattn_rag.errors import MissError, SegmentationError, ServingError, StoreError
 from blockattn_rag.model.loading import load_tokenizer
 from blockattn_rag.prompts.blocks import BlockPrompt
-from blockattn_rag.prompts.recognition import entries_of
-from blockattn_rag.prompts.sources import marked_sources
+from blockattn_rag.prompts.recognition import entries_of, marked_sources
 from blockattn_rag.server.config import CONNECTOR, ServingConfig
 from blockattn_rag.server.profile import ModelProfile
 from blockattn_rag.server.protocol import EncodeAnswer, EncodeBody, ServerInfo, marker_key_id

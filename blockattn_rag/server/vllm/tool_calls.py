@@ -14,11 +14,10 @@ from typing import Any
 
 from blockattn_rag.engine.detokenizer import Detokenizer
 from blockattn_rag.errors import ProtocolError
-from blockattn_rag.output.answer_reader import AnswerReader
 from blockattn_rag.output.answers import Said, ThoughtReader, has_no_thoughts
 from blockattn_rag.output.grammar import KINDS
-from blockattn_rag.output.tool_calls import ToolCall
-from blockattn_rag.output.tool_parser import ReadAnswer
+from blockattn_rag.output.tool_formats import ToolCall
+from blockattn_rag.output.tool_parser import AnswerReader, ReadAnswer
 from blockattn_rag.output.tool_templates import tool_template
 from blockattn_rag.output.tool_use import ToolUse
 from blockattn_rag.prompts.blocks import BlockPrompt
