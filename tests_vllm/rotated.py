@@ -13,10 +13,10 @@ class RotatedConnector(BlockAttentionConnector):
     """Connector with a profile whose keys rotate twice as fast."""
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        profile = self.worker._profile
+        profile = self._profile
         faster = tuple(
             Rotary(rotary.pairing, tuple(2 * frequency for frequency in rotary.frequencies))
             for rotary in profile.rotary
         )
-        self.worker._profile = replace(profile, rotary=faster)
+        self._profile = replace(profile, rotary=faster)
         super().register_kv_caches(kv_caches)

@@ -7,33 +7,27 @@ import time
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from vllm.config import VllmConfig
 from vllm.distributed import get_pp_group, get_tp_group
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 from vllm.model_executor.models.utils import extract_layer_index
 
+from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.errors import LoadError, ServingError
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.kv.context import PlacedBlock, joined_states
 from blockattn_rag.kv.rope import Angles
-from blockattn_rag.model.correction import Correction
 from blockattn_rag.server.config import ServingConfig
 from blockattn_rag.server.keys import BlockId, block_keys
-from blockattn_rag.server.loader import BlockLoader, LoaderStats
+from blockattn_rag.server.loader import BlockLoader
 from blockattn_rag.server.profile import ModelProfile
 from blockattn_rag.server.shares import Share, open_share
-from blockattn_rag.server.vllm.metrics import (
-    Counters,
-    Ended,
-    Fetch,
-    ServingStats,
-    WorkerReport,
-    count_loads,
-)
+from blockattn_rag.server.vllm.metrics import Counters, Ended, Fetch, ServingStats, WorkerReport
 from blockattn_rag.server.vllm.pages import KVGroup, LayerPages
 from blockattn_rag.server.vllm.recomputing import Recomputer
 from blockattn_rag.server.vllm.rotations import check_rotations
@@ -48,15 +42,6 @@ _NAP_S = 0.002
 _PAUSE_S = 0.5
 """Seconds to skip a tier after repeated failures. Short, because requests whose blocks are only in
 that tier fail in the meantime."""
-
-
-@dataclass(slots=True)
-class Done:
-    """Ids of requests whose loads completed in a step. vLLM expects failed requests in ``loaded``,
-    too."""
-
-    loaded: set[str] = field(default_factory=set)
-    failed: set[str] = field(default_factory=set)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,36 +72,30 @@ class WorkerSide:
 
     Only the worker's main thread accesses pages, between its steps. Other threads read and write
     stores.
+
+    Args:
+        layers: Attention layers of this rank with their KV cache groups, by name.
     """
 
     def __init__(
         self,
         config: ServingConfig,
         profile: ModelProfile,
-        groups: Mapping[str, KVGroup],
-        adapter: Correction | None = None,
-        engine: VllmConfig | None = None,
+        recipe: Recipe,
+        engine: VllmConfig,
+        layers: Mapping[str, tuple[Any, KVGroup]],
     ) -> None:
         self._config = config
-        self._adapter = adapter
-        self._engine = engine
         self._profile = profile
-        self._groups = groups
-        self._pages: list[LayerPages] = []
         self._loading: dict[str, _Loading] = {}
-        self._done = Done()
+        self._done = KVConnectorTransferResults()
         self._fetches: dict[str, Fetch] = {}
         self._ended: dict[str, Ended] = {}
         self._waiting: dict[str, _Loaded] = {}
-        self._loaded = LoaderStats()
-        self.stats = Counters()
-
-    def register(self, layers: Mapping[str, Any]) -> None:
-        """Register the attention layers of this rank, by name, and open its stores."""
-        config, profile = self._config, self._profile
+        self._stats = Counters()
         by_index = {
-            extract_layer_index(name): (layer, self._groups[name])
-            for name, layer in layers.items()
+            extract_layer_index(name): (layer, group)
+            for name, (layer, group) in layers.items()
             if getattr(layer, "kv_sharing_target_layer_name", None) is None
         }
         # Draft layers of speculative decoding come after the model's layers.
@@ -128,7 +107,7 @@ class WorkerSide:
         for place, index in zip(own, indices, strict=True):
             _check_stores_latents(place, by_index[index][0], profile)
         interleaved = check_rotations(profile, own)
-        self._pages = []
+        self._pages: list[LayerPages] = []
         for place, index in zip(own, indices, strict=True):
             layer, page_group = by_index[index]
             pages = LayerPages(layer, page_group, interleaves_keys=place in interleaved)
@@ -138,21 +117,22 @@ class WorkerSide:
             for place, pages in enumerate(self._pages):
                 pages.share_layout(self._pages[:place])
         self._recomputer = None
-        if profile.recompute and self._engine is not None:
+        if profile.recompute:
             own_layers = [by_index[index][0] for index in indices]
-            self._recomputer = Recomputer(own_layers, self._pages, self._engine)
+            self._recomputer = Recomputer(own_layers, self._pages, engine)
         home = open_store(config.store)
         tiers = config.nearer_tiers(profile, share)
         self._store = TieredStore(*tiers, open_share(home, share, profile), pause_s=_PAUSE_S)
+        self._tiers = self._store.tier_stats()
         # All ranks keep the same number of tokens, so that they evict the same blocks.
         private_bytes = config.private_tokens(profile) * share.bytes_per_token(profile)
         kept = MemoryStore(max(private_bytes, 1), on_host=True)
-        self._loader = BlockLoader(self._store, profile, share, config.load_deadline_s, kept=kept)
-        self._saver = None
-        if config.encodes:
-            self._saver = BlockSaver(
-                self._pages, profile, share, home, kept, config.kv_dtype, self.stats, self._adapter
-            )
+        self._loader = BlockLoader(
+            self._store, profile, share, kept, self._stats.count, config.load_deadline_s
+        )
+        self._saver = BlockSaver(
+            self._pages, profile, share, home, kept, config.kv_dtype, self._stats, recipe.adapter
+        )
 
     def execute(self, orders: Orders) -> None:
         """Execute a step's orders: save blocks, and start loads."""
@@ -160,7 +140,7 @@ class WorkerSide:
             self._fail(request_id)
         for save in orders.saves:
             # Saves come first, because loads may need a block that is kept in memory.
-            self._encoder.save(save)
+            self._saver.save(save)
         for request_id, is_used in orders.ended.items():
             self._recompute(request_id, is_used=is_used)
         for load in orders.loads:
@@ -172,9 +152,9 @@ class WorkerSide:
     def copy(self, orders: Orders) -> None:
         """After the model has run, copy the keys and values computed for encoding requests."""
         for copy in orders.copies:
-            self._encoder.copy(copy)
+            self._saver.copy(copy)
 
-    def done(self, ended: Iterable[str] = ()) -> Done:
+    def done(self, ended: Iterable[str]) -> KVConnectorTransferResults:
         """Finish a step by writing loaded blocks to pages.
 
         Args:
@@ -183,16 +163,15 @@ class WorkerSide:
         Returns:
             Requests whose loads completed since the last call.
         """
-        if self._pages and self._saver is not None:
-            self._saver.forget(ended)
+        self._saver.forget(ended)
         for request_id in [key for key, loading in self._loading.items() if loading.blocks.done()]:
             self._finish(self._loading.pop(request_id))
-        done, self._done = self._done, Done()
+        done, self._done = self._done, KVConnectorTransferResults()
         return done
 
     def report(self) -> WorkerReport | None:
         """Return a report of the steps since the last call. None if there is nothing to report."""
-        unsaved = self._saver.unsaved() if self._pages and self._saver is not None else {}
+        unsaved = self._saver.unsaved()
         if not self._fetches and not unsaved and not self._ended:
             return None
         fetches, self._fetches = self._fetches, {}
@@ -201,18 +180,15 @@ class WorkerSide:
 
     def counted(self) -> ServingStats | None:
         """Return and reset the counts since the last call. None if there are none."""
-        if self._pages:
-            before, self._loaded = self._loaded, self._loader.stats()
-            count_loads(self.stats, before, self._loaded, self._config.tier_names)
-        return self.stats.taken()
+        before, self._tiers = self._tiers, self._store.tier_stats()
+        self._stats.count_tiers(before, self._tiers, self._config.tier_names)
+        return self._stats.taken()
 
     def close(self) -> None:
         """Write the queued blocks, and stop the threads."""
-        if self._pages:
-            if self._saver is not None:
-                self._saver.close()
-            self._loader.close()
-            self._store.close()
+        self._saver.close()
+        self._loader.close()
+        self._store.close()
 
     def _start(self, load: Load) -> None:
         blocks = block_keys(load.token_ids, load.plan, self._profile, self._config.read_namespaces)
@@ -240,7 +216,7 @@ class WorkerSide:
             self._end(request_id, _Loaded(order, quantized, loading.since))
             return
         self._fetches[request_id] = Fetch(seconds, quantized)
-        self._done.loaded.add(request_id)
+        self._done.finished_recving.add(request_id)
 
     def _end(self, request_id: str, loaded: _Loaded) -> None:
         """Report the end of a load to the scheduler, which then orders the recomputation."""
@@ -253,7 +229,7 @@ class WorkerSide:
         if loaded.order is None:
             self._fail(request_id)
             return
-        self._done.loaded.add(request_id)
+        self._done.finished_recving.add(request_id)
         if not is_used or self._recomputer is None:
             return
         plan = loaded.order.plan
@@ -295,15 +271,9 @@ class WorkerSide:
                     keys, values = joined_states(read, index, layout, angles)
                     pages.write(keys[:, skipped:], values[:, skipped:], slots)
 
-    @property
-    def _encoder(self) -> BlockSaver:
-        if self._saver is None:
-            raise ServingError("Cannot save a block, because this server does not encode blocks")
-        return self._saver
-
     def _fail(self, request_id: str) -> None:
-        self._done.loaded.add(request_id)
-        self._done.failed.add(request_id)
+        self._done.finished_recving.add(request_id)
+        self._done.failed_recving.add(request_id)
 
 
 def _on(device: torch.device, kv: BlockKV) -> BlockKV:
