@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from blockattn_rag.server.profile import Rotary
+from blockattn_rag.server.profile import LayerProfile
 from blockattn_rag.server.vllm.connector import BlockAttentionConnector
 
 
@@ -13,10 +13,11 @@ class RotatedConnector(BlockAttentionConnector):
     """Connector with a profile whose keys rotate twice as fast."""
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        profile = self._profile
-        faster = tuple(
-            Rotary(rotary.pairing, tuple(2 * frequency for frequency in rotary.frequencies))
-            for rotary in profile.rotary
-        )
-        self._profile = replace(profile, rotary=faster)
+        layers = tuple(map(_faster, self._profile.layers))
+        self._profile = replace(self._profile, layers=layers)
         super().register_kv_caches(kv_caches)
+
+
+def _faster(layer: LayerProfile) -> LayerProfile:
+    layout = replace(layer.layout, frequencies=2 * layer.layout.frequencies)
+    return replace(layer, layout=layout)

@@ -10,6 +10,7 @@ import pytest
 from vllm.lora.request import LoRARequest
 from vllm.v1.request import Request, RequestStatus
 
+from blockattn_rag.engine.outline import RecipeOutline
 from blockattn_rag.prompts.blocks import STORED
 from blockattn_rag.server.config import ServingConfig
 from blockattn_rag.server.keys import is_salt, salt
@@ -119,7 +120,8 @@ def test_a_refused_request_is_forgotten(reference: Reference) -> None:
 
 def recomputing(reference: Reference, ranks: int = 1) -> SchedulerSide:
     config = ServingConfig.parse(reference.options())
-    return SchedulerSide(config, replace(reference.profile, recompute=0.5), ranks)
+    recipe = RecipeOutline("none", recompute=0.5)
+    return SchedulerSide(config, replace(reference.profile, recipe=recipe), ranks)
 
 
 def test_requests_with_recomputed_tokens_share_no_pages(reference: Reference) -> None:

@@ -23,6 +23,7 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
+from blockattn_rag.engine.outline import RecipeOutline
 from blockattn_rag.errors import ServingError
 from blockattn_rag.server.config import ServingConfig
 from blockattn_rag.server.vllm.compatibility import check_engine
@@ -108,7 +109,8 @@ def test_engines_that_cannot_recompute_are_refused_if_the_recipe_does(
     reference: Reference, changed: dict[str, Any], message: str
 ) -> None:
     config = ServingConfig.parse(reference.options(read_only=True, private_memory="0"))
-    engine, cache, profile = engine_of(), cache_of(FULL), replace(reference.profile, recompute=0.1)
+    engine, cache = engine_of(), cache_of(FULL)
+    profile = replace(reference.profile, recipe=RecipeOutline("none", recompute=0.1))
     check_engine(engine, cache, config, profile)
     change(engine, changed)
     check_engine(engine, cache, config, reference.profile)

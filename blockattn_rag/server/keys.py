@@ -28,7 +28,7 @@ def salt(plan: BlockPlan, profile: ModelProfile, own: str | None = None) -> str:
     """
     private = [place for place, keep in enumerate(plan.keep) if keep.is_private]
     cut = [plan.op, plan.lengths, private]
-    encoding = [profile.fingerprint, profile.sink_ids, profile.adapter]
+    encoding = [profile.fingerprint, profile.sink_ids, profile.recipe.adapter]
     parts = [*encoding, plan.namespace, cut, own]
     return "ba1-" + hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:40]
 
@@ -95,14 +95,15 @@ def block_keys(
         if tuple(token_ids[:start]) != (() if opens_prompt else profile.sink_ids):
             raise ProtocolError(
                 f"Found {start} tokens before the block to be encoded, expected the "
-                f"{len(profile.sink_ids)} tokens of the server's sink ({profile.sink}), or none "
-                "with opens_prompt"
+                f"{len(profile.sink_ids)} tokens of the server's sink ({profile.recipe.sink}), or "
+                "none with opens_prompt"
             )
     access = Access(plan.namespace, tuple(read_namespaces))
     found = []
     for place, length in enumerate(plan.lengths):
         ids = tuple(token_ids[start : start + length])
-        encoding = () if opens_prompt and not place else (profile.sink_ids, profile.adapter)
+        is_first = opens_prompt and not place
+        encoding = () if is_first else (profile.sink_ids, profile.recipe.adapter)
         digest = token_digest(ids, *encoding)
         keep = plan.keep[place]
         names = access.namespaces(private=keep.is_private)

@@ -42,7 +42,7 @@ class Share:
         Args:
             layers: Layers of the pipeline-parallel rank. Default: all.
         """
-        every = range(profile.num_layers)
+        every = range(len(profile.layers))
         layers = every if layers is None else layers
         if not layers or layers.step != 1 or layers[0] not in every or layers[-1] not in every:
             raise ValueError(f"Expected a subrange of layers {every}, found {layers}")
@@ -66,7 +66,7 @@ class Share:
         own = [profile.layers[layer] for layer in self.layers]
         shapes = [*zip(self.heads, (layer.key_size for layer in own), strict=True)]
         shapes += zip(self.heads, (layer.value_size for layer in own), strict=True)
-        return tuple((len(heads), size, profile.torch_dtype) for heads, size in shapes)
+        return tuple((len(heads), size, profile.dtype) for heads, size in shapes)
 
     def bytes_per_token(self, profile: ModelProfile) -> int:
         """Return the unquantized size of one token's keys and values in this share, in bytes."""
@@ -150,7 +150,7 @@ class ShareStore(KVStore):
     def _choose(self, header: Header) -> dict[int, range]:
         layout = header.layout
         expected = _layout(self._profile, layout.num_tokens, layout.quantized)
-        if layout != expected or header.dtype != self._profile.torch_dtype:
+        if layout != expected or header.dtype != self._profile.dtype:
             raise _other_shape(header.key)
         return dict(zip(self.share.layers, self.share.heads, strict=True))
 
@@ -163,7 +163,7 @@ class ShareStore(KVStore):
 
 
 def _layout(profile: ModelProfile, num_tokens: int, quantized: bool) -> Layout:
-    dtype = torch.int8 if quantized else profile.torch_dtype
+    dtype = torch.int8 if quantized else profile.dtype
     shapes = (
         LayerShape(layer.kv_heads, layer.key_size, layer.value_size, dtype, dtype)
         for layer in profile.layers

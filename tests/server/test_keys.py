@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from blockattn_rag import Block, BlockAttentionEngine, BlockModel
+from blockattn_rag.engine.outline import RecipeOutline
 from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.errors import ProtocolError
 from blockattn_rag.kv.block_kv import token_digest
@@ -33,8 +34,8 @@ def test_salts_depend_on_everything_that_affects_keys_and_values() -> None:
         salt(BlockPlan("complete", (32,), keep=(STORED,)), PROFILE),
         salt(replace(plan, namespace="tenant-1"), PROFILE),
         salt(plan, replace(PROFILE, fingerprint="0" * 64)),
-        salt(plan, replace(PROFILE, sink="head:2", sink_ids=SINK_IDS)),
-        salt(plan, replace(PROFILE, adapter="a" * 64)),
+        salt(plan, replace(PROFILE, sink_ids=SINK_IDS)),
+        salt(plan, replace(PROFILE, recipe=RecipeOutline("none", adapter="a" * 64))),
         salt(BlockPlan("encode", (3,), keep=(STORED,)), PROFILE),
         salt(BlockPlan("complete", (3,), keep=(STORED,)), PROFILE),
         salt(BlockPlan("complete", (3, 2)), PROFILE),

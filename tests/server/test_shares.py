@@ -13,9 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from blockattn_rag.engine.outline import RecipeOutline
 from blockattn_rag.errors import CorruptEntryError, FingerprintMismatchError, StoreError
 from blockattn_rag.kv.block_kv import BlockKV
-from blockattn_rag.server.profile import LayerProfile, ModelProfile, Rotary
+from blockattn_rag.kv.rope import NO_ROTATION
+from blockattn_rag.server.profile import LayerProfile, ModelProfile
 from blockattn_rag.server.shares import Share, ShareStore, open_share
 from blockattn_rag.store import (
     DirectoryStore,
@@ -28,22 +30,19 @@ from blockattn_rag.store import (
 from tests.server.profiles import make_profile
 from tests.store.kvs import FLOATS, kvs, make_kv, same
 
-NAMES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
 
 def profile_of_block(kv: BlockKV) -> ModelProfile:
     """Return the profile of a model that computes blocks like this one."""
-    dtype = kv.token_outline[0][2]
     return ModelProfile(
         fingerprint="f" * 64,
         tokenizer="e" * 64,
         name="made-up",
-        dtype=next(name for name, known in NAMES.items() if known == dtype),
+        dtype=kv.token_outline[0][2],
         layers=tuple(
-            LayerProfile(keys.shape[0], keys.shape[2], values.shape[2], 0, index)
+            LayerProfile(keys.shape[0], keys.shape[2], values.shape[2], NO_ROTATION, index)
             for index, (keys, values) in enumerate(zip(kv.keys, kv.values, strict=True))
         ),
-        rotary=(Rotary("half", ()),),
+        recipe=RecipeOutline("none"),
         hidden_layers=kv.num_layers,
         vocab_size=1 << 40,
         max_positions=1 << 20,
@@ -65,7 +64,7 @@ def put_together(whole: BlockKV, parts: Sequence[tuple[Share, BlockKV]]) -> Bloc
 
 def shares_of(profile: ModelProfile, ranks: int, stages: int) -> list[Share]:
     """Return the share of each tensor-parallel rank of each pipeline stage."""
-    count = profile.num_layers
+    count = len(profile.layers)
     cuts = [stage * count // stages for stage in range(stages + 1)]
     return [
         Share.of(profile, rank, ranks, range(start, stop))
@@ -219,7 +218,7 @@ def test_a_share_uses_no_more_memory_than_reported(home: KVStore) -> None:
         make_profile(heads=(4, 4)),
         make_profile(heads=(2, 4)),
         make_profile(value_size=8),
-        make_profile(dtype="bfloat16"),
+        make_profile(dtype=torch.bfloat16),
     ],
 )
 @pytest.mark.parametrize("quantized", [False, True])

@@ -42,7 +42,7 @@ def check_engine(
     """Check that an engine gives exact answers in block mode."""
     reasons = [*_transfer(engine), *_parallel(engine, config), *_model(engine, profile)]
     reasons += [*_weights(engine), *_cache(engine, cache, config)]
-    if profile.recompute:
+    if profile.recipe.recompute:
         reasons += [f"{reason}; {_NOT_RECOMPUTED}" for reason in _recomputation(engine)]
     if reasons:
         raise ServingError("Block mode is not supported on this engine: " + "; ".join(reasons))

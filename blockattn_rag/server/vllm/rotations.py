@@ -29,8 +29,7 @@ from blockattn_rag.server.profile import LayerProfile, ModelProfile
 
 _OFFSETS = (13, 1009)
 _TOKENS = 4
-_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
-_TOLERANCE_OF_16_BITS = 3e-2
+_TOLERANCE, _TOLERANCE_OF_16_BITS = 1e-3, 3e-2
 """Exceeds rounding errors of keys, cosine and sine. Wrong frequencies cause errors near 1."""
 
 
@@ -44,23 +43,21 @@ def check_rotations(profile: ModelProfile, layers: Iterable[int]) -> set[int]:
     Raises:
         ServingError: No rotary embedding in vLLM matches a layer's key size and rotary layout.
     """
-    checked: dict[tuple[int, int], bool] = {}
+    checked: dict[tuple[int, RotaryLayout], bool] = {}
     interleaved = set()
     for index in layers:
-        layer, layout = profile.layers[index], profile.layouts[index]
-        if not layout.rotates:
-            continue
-        kind = layer.key_size, layer.rotary
+        layer = profile.layers[index]
+        kind = layer.key_size, layer.layout
         if kind not in checked:
-            checked[kind] = _is_interleaved(profile, index)
+            checked[kind] = layer.layout.rotates and _is_interleaved(layer, profile)
         if checked[kind]:
             interleaved.add(index)
     return interleaved
 
 
-def _is_interleaved(profile: ModelProfile, index: int) -> bool:
+def _is_interleaved(layer: LayerProfile, profile: ModelProfile) -> bool:
     """Whether vLLM, unlike the profile, interleaves the pairs of a latent layer's keys."""
-    layer, layout = profile.layers[index], profile.layouts[index]
+    layout = layer.layout
     layouts = [layout]
     if layer.is_latent and layout.pairing == "half" and layout.rotary_dim == layer.key_size:
         layouts.append(replace(layout, pairing="interleaved"))
@@ -82,7 +79,7 @@ def _is_interleaved(profile: ModelProfile, index: int) -> bool:
         except (AttributeError, TypeError, StopIteration) as cause:  # The signature differs.
             others.append(f"{_shown(rope)}, which cannot be run ({cause!r})")
             continue
-        if min(errors) <= _tolerance(profile.torch_dtype):
+        if min(errors) <= _tolerance(profile.dtype):
             return errors.index(min(errors)) > 0
         if layer.is_latent and _rotates_flat_keys(rope, layouts, layer, profile):
             flat_only.append(_shown(rope))
@@ -103,7 +100,7 @@ def _is_interleaved(profile: ModelProfile, index: int) -> bool:
 
 
 def _tolerance(dtype: torch.dtype) -> float:
-    return _TOLERANCE.get(dtype, _TOLERANCE_OF_16_BITS)
+    return _TOLERANCE if dtype.itemsize > 2 else _TOLERANCE_OF_16_BITS
 
 
 def _rotates_flat_keys(
@@ -115,13 +112,13 @@ def _rotates_flat_keys(
         errors = [_error(rope, layout, flat, profile) for layout in layouts]
     except RuntimeError:  # The module requires a head dimension.
         return False
-    return min(errors) <= _tolerance(profile.torch_dtype)
+    return min(errors) <= _tolerance(profile.dtype)
 
 
 def _error(rope: Any, layout: RotaryLayout, layer: LayerProfile, profile: ModelProfile) -> float:
     """Return the largest difference between keys rotated by ``layout`` and by vLLM."""
     generator = torch.Generator().manual_seed(0)
-    keys = torch.randn(_TOKENS, layer.key_size, generator=generator).to(profile.torch_dtype)
+    keys = torch.randn(_TOKENS, layer.key_size, generator=generator).to(profile.dtype)
     limit = profile.max_positions - 1
     offsets = {min(offset, limit) for offset in _OFFSETS}
     at_zero, *rotated = [

@@ -73,7 +73,7 @@ class BlockSaver:
         self._writes = WriteQueue(QUEUE_BYTES)
         self._counters = counters
         self._adapter = adapter and share.cut_adapter(adapter)
-        self._layouts = [profile.layouts[layer] for layer in share.layers]
+        self._layouts = [profile.layers[layer].layout for layer in share.layers]
         self._parts: dict[str, list[States]] = {}
         self._unsaved: dict[str, str] = {}
         self._lock = threading.Lock()

@@ -111,10 +111,10 @@ class Service:
         return ServerInfo(
             fingerprint=profile.fingerprint,
             tokenizer=profile.tokenizer,
-            sink=profile.sink,
-            adapter=profile.adapter,
-            promote=profile.promote,
-            recompute=profile.recompute,
+            sink=profile.recipe.sink,
+            adapter=profile.recipe.adapter,
+            promote=profile.recipe.promote,
+            recompute=profile.recipe.recompute,
             block_tuned=profile.block_tuned,
             models=self._requests.model_names,
             max_tokens=self.max_tokens,
@@ -283,7 +283,7 @@ class Service:
             raise ServingError(f"The server cannot load its tokenizer: {error}") from error
         if self._chats is not None and self._chats.chat_template is not None:
             tokenizer.chat_template = self._chats.chat_template
-        prompts = Prompts(tokenizer, self._profile.promote)
+        prompts = Prompts(tokenizer, self._profile.recipe.promote)
         if prompts.fingerprint != self._profile.tokenizer:
             raise ServingError(
                 f"The server's tokenizer ({prompts.fingerprint[:12]}) does not match the profile's "

@@ -113,11 +113,11 @@ class WorkerSide:
             pages = LayerPages(layer, page_group, interleaves_keys=place in interleaved)
             _check_layer(place, pages, layer, share, profile)
             self._pages.append(pages)
-        if config.encodes or profile.recompute:
+        if config.encodes or profile.recipe.recompute:
             for place, pages in enumerate(self._pages):
                 pages.share_layout(self._pages[:place])
         self._recomputer = None
-        if profile.recompute:
+        if profile.recipe.recompute:
             own_layers = [by_index[index][0] for index in indices]
             self._recomputer = Recomputer(own_layers, self._pages, engine)
         home = open_store(config.store)
@@ -267,7 +267,7 @@ class WorkerSide:
             angles: Angles = {}
             for index, pages in enumerate(self._pages):
                 if pages.group == group:
-                    layout = self._profile.layouts[self._share.layers[index]]
+                    layout = self._profile.layers[self._share.layers[index]].layout
                     keys, values = joined_states(read, index, layout, angles)
                     pages.write(keys[:, skipped:], values[:, skipped:], slots)
 
