@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from blockattn_rag.errors import BlockAttnError, ProtocolError, ServingError
 from blockattn_rag.prompts.blocks import IN_MEMORY, PRIVATE, STORED
 from blockattn_rag.prompts.markers import marker_key
-from blockattn_rag.server.plan import BlockPlan, parse_plan
+from blockattn_rag.server.plan import BlockPlan, ServedBlocks, parse_plan
 from blockattn_rag.server.protocol import (
     MOST_BLOCKS,
     EncodeAnswer,
@@ -20,7 +20,6 @@ from blockattn_rag.server.protocol import (
     ServerInfo,
     marker_key_id,
 )
-from blockattn_rag.server.served_blocks import ServedBlocks
 
 SECRET = "of this server alone"
 

@@ -6,20 +6,37 @@ Importing this module does not load vLLM.
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from blockattn_rag.engine.outline import RecipeOutline
+from blockattn_rag.server.plan import BlockPlan, ServedBlocks
 from blockattn_rag.server.protocol import FIELD
-from blockattn_rag.server.served_blocks import ServedBlocks
-from blockattn_rag.server.vllm.openai import TokenPrompt
 
 _DATA = "data: "
-_COUNTS = '"usage":{'
-_PARAMS = "kv_transfer_params"
+_SIGNS = ('"finish_reason":"', '"usage":{', '"kv_transfer_params":')
+"""Texts that occur in the events that ``ChatReport`` changes."""
 
-ENDS = '"finish_reason":"'
-"""Text that occurs in the events that end an answer."""
+
+@dataclass(slots=True)
+class Ticket:
+    """State of a block-mode request while vLLM's handlers process it.
+
+    Args:
+        ensure_again: Function that checks all blocks of the prompt thoroughly, encodes missing
+            ones, and returns the number of tokens of each encoded block by key.
+        encoded: Number of tokens of each block that was encoded for this request, by key.
+        keys: Keys of the context blocks, in order.
+        served: Report on the blocks, or None until it is known.
+    """
+
+    plan: BlockPlan
+    ensure_again: Callable[[], Awaitable[Mapping[str, int]]]
+    encoded: Mapping[str, int] = field(default_factory=dict)
+    keys: Sequence[str] = ()
+    prompt_tokens: int = 0
+    served: ServedBlocks | None = None
 
 
 class ChatReport:
@@ -29,51 +46,41 @@ class ChatReport:
     for this request.
 
     Args:
-        prompt: Prompt of the request, or None if vLLM rendered it.
+        ticket: State of the request. None: full mode.
         reason: Why a chat with recognized passages was not answered in block mode.
     """
 
-    def __init__(self, prompt: TokenPrompt | None, recipe: RecipeOutline, reason: str = "") -> None:
-        self._prompt = prompt
+    def __init__(self, ticket: Ticket | None, recipe: RecipeOutline, reason: str = "") -> None:
+        self._ticket = ticket
         self._recipe = recipe
         self._reason = reason
-        self._computed_tokens = 0
 
     def answer(self, answer: Any) -> dict[str, Any]:
         data: dict[str, Any] = answer.model_dump()
-        self._end(data)
-        self._correct(data["usage"])
-        return data
+        self._edit(data)
+        return {**data, FIELD: self._report()}
 
     def events(self, events: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
         """Convert a stream. The report is added to the event with the finish reason."""
-        return edited_events(events, self._edit, (ENDS, _COUNTS, f'"{_PARAMS}":'))
+        return edited_events(events, self._edit, _SIGNS)
 
     def _edit(self, data: dict[str, Any]) -> None:
+        data.pop("kv_transfer_params", None)  # vLLM 0.33 adds it to all events.
         if any(choice.get("finish_reason") for choice in data.get("choices", ())):
-            self._end(data)
-        data.pop(_PARAMS, None)  # vLLM 0.33 adds it to all events
-        if usage := data.get("usage"):
-            self._correct(usage)
+            data[FIELD] = self._report()
+        served = self._ticket and self._ticket.served
+        details = (data.get("usage") or {}).get("prompt_tokens_details") or {}
+        if served and details.get("cached_tokens"):
+            computed = served.encoded_tokens + sum(served.recomputed)
+            details["cached_tokens"] = max(details["cached_tokens"] - computed, 0)
 
-    def _end(self, data: dict[str, Any]) -> None:
-        params = data.pop(_PARAMS, None)
-        data[FIELD] = self._report(params)
-
-    def _report(self, params: Mapping[str, Any] | None) -> dict[str, Any]:
-        if self._prompt is None or not self._prompt.lengths:
+    def _report(self) -> dict[str, Any]:
+        if self._ticket is None:
             return {"mode": "full", **({"reason": self._reason} if self._reason else {})}
-        if params is None:  # An aborted answer has no report.
+        if self._ticket.served is None:  # An aborted answer has no report.
             return {"mode": "block"}
-        served = ServedBlocks.from_dict(params)
-        self._computed_tokens = served.encoded_tokens + sum(served.recomputed)
-        counts = served.reuse(self._prompt.lengths, len(self._prompt.token_ids))
+        counts = self._ticket.served.reuse(self._ticket.plan.lengths, self._ticket.prompt_tokens)
         return {"mode": "block", **counts, "recipe": str(self._recipe)}
-
-    def _correct(self, usage: dict[str, Any]) -> None:
-        details = usage.get("prompt_tokens_details")
-        if details and details.get("cached_tokens"):
-            details["cached_tokens"] = max(details["cached_tokens"] - self._computed_tokens, 0)
 
 
 async def edited_events(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -95,14 +95,6 @@ def encodables(
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class BlockRequest:
-    """Block-mode request: the plan of its prompt, and its context blocks."""
-
-    plan: BlockPlan
-    blocks: Sequence[Encodable]
-
-
 class RequestReader:
     """Converter of request bodies to blocks."""
 
@@ -142,8 +134,11 @@ class RequestReader:
             namespace = self.namespace(headers)
             request.cache_salt = full_mode_salt(self._secret, namespace, request.cache_salt)
 
-    def block_mode(self, request: Any, prompt: TokenPrompt, headers: Headers) -> BlockRequest:
-        """Prepare a block-mode request for vLLM's handlers."""
+    def block_mode(
+        self, request: Any, prompt: TokenPrompt, headers: Headers
+    ) -> tuple[BlockPlan, list[Encodable]]:
+        """Prepare a block-mode request for vLLM's handlers. Returns the plan of its prompt, and its
+        context blocks."""
         self._prepare_grammar(request)
         self._check(request, len(prompt.token_ids))
         namespace = self.namespace(headers)
@@ -152,7 +147,7 @@ class RequestReader:
         ids = [tuple(islice(tokens, length)) for length in plan.lengths]
         blocks = self._encodables(ids, namespace, opens_prompt=True, keep=plan.keep)
         _set_tokens(request, prompt.token_ids, plan.to_dict(self._secret))
-        return BlockRequest(plan, blocks)
+        return plan, blocks
 
     def namespace(self, headers: Headers) -> str:
         """Return a request's namespace: the tenant set by the gateway, or the server's default."""

@@ -18,10 +18,9 @@ from vllm.v1.request import RequestStatus
 from blockattn_rag.errors import ProtocolError
 from blockattn_rag.server.config import ServingConfig
 from blockattn_rag.server.keys import block_keys, is_salt, salt
-from blockattn_rag.server.plan import BlockPlan, parse_plan
+from blockattn_rag.server.plan import BlockPlan, ServedBlocks, parse_plan
 from blockattn_rag.server.profile import ModelProfile
 from blockattn_rag.server.protocol import FIELD
-from blockattn_rag.server.served_blocks import ServedBlocks
 from blockattn_rag.server.vllm.metrics import Counters, Ended, WorkerReport
 from blockattn_rag.server.vllm.pages import PageTables
 

@@ -22,13 +22,13 @@ from blockattn_rag.server.config import CONNECTOR, ServingConfig
 from blockattn_rag.server.profile import ModelProfile
 from blockattn_rag.server.protocol import EncodeAnswer, EncodeBody, ServerInfo, marker_key_id
 from blockattn_rag.server.vllm.bodies import ChatBody, CompletionBody
-from blockattn_rag.server.vllm.chat_report import ChatReport
+from blockattn_rag.server.vllm.chat_report import ChatReport, Ticket
 from blockattn_rag.server.vllm.ensure import BlockEnsurer
 from blockattn_rag.server.vllm.indexing import IndexWriter
 from blockattn_rag.server.vllm.metrics import INDEX_FAILURES
 from blockattn_rag.server.vllm.openai import Prompts, Recognizer, TokenPrompt
 from blockattn_rag.server.vllm.requests import Encodable, RequestReader
-from blockattn_rag.server.vllm.retrying import CURRENT, RetryingClient, Ticket, with_marker
+from blockattn_rag.server.vllm.retrying import CURRENT, RetryingClient
 from blockattn_rag.server.vllm.tool_calls import ServedTools
 from blockattn_rag.store import open_store
 from blockattn_rag.store.namespaces import Access
@@ -225,22 +225,21 @@ class Service:
         reason: str = "",
     ) -> Answer:
         """Answer a request, and add a reuse report. ``prompt`` is None if vLLM renders it."""
-        report = ChatReport(prompt, self._profile.recipe, reason)
         headers, ticket = raw_request.headers, None
         request = request.model_copy()  # The original can be retried.
         if prompt is None or not prompt.lengths:
             self._requests.full_mode(request, prompt, headers)
         else:
-            prepared = self._requests.block_mode(request, prompt, headers)
-            encoded = await self._ensure(prepared.blocks)
-            again = partial(self._ensure, prepared.blocks, thorough=True)
-            keys = [block.key for block in prepared.blocks]
-            ticket = Ticket(prepared.plan, again, encoded, keys)
+            plan, blocks = self._requests.block_mode(request, prompt, headers)
+            encoded = await self._ensure(blocks)
+            again = partial(self._ensure, blocks, thorough=True)
+            keys = [block.key for block in blocks]
+            ticket = Ticket(plan, again, encoded, keys, len(prompt.token_ids))
         CURRENT.set(ticket)
         answer = await create(request, raw_request)
+        report = ChatReport(ticket, self._profile.recipe, reason)
         if isinstance(answer, AsyncGenerator):
-            events = with_marker(answer, ticket) if ticket else answer
-            return report.events(events if tools is None else tools.events(events))
+            return report.events(answer if tools is None else tools.events(answer))
         if isinstance(answer, ErrorResponse):
             return answer
         data = report.answer(answer)
