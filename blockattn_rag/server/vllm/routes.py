@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from dataclasses import replace
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, HTTPException, Request
@@ -110,7 +111,7 @@ def _read_chat(fields: Any) -> tuple[ChatBody, ChatCompletionRequest]:
     request: ChatCompletionRequest = _vllm_request(ChatCompletionRequest, body.fields)
     # vLLM ignores the token ids of chats with media.
     if body.not_text is None and has_non_text_content(body.fields["messages"]):
-        body = body._replace(not_text="a content part has a media field, such as image_url")
+        body = replace(body, not_text="a content part has a media field, such as image_url")
     return body, request
 
 
