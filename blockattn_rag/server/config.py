@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import AfterValidator, Field, StrictBool, field_validator
+from pydantic import AfterValidator, Field, StrictBool
 from pydantic.dataclasses import dataclass
 
 from blockattn_rag.engine.find_recipe import AUTO, resolve_recipe
@@ -18,7 +18,7 @@ from blockattn_rag.kv.quantization import KVDtype
 from blockattn_rag.model.checkpoint import CheckpointModel
 from blockattn_rag.server.profile import ModelProfile, profile_of
 from blockattn_rag.server.shares import Share
-from blockattn_rag.server.validation import STRICT, Namespace, parse
+from blockattn_rag.server.validation import STRICT, Digest, Namespace, parse
 from blockattn_rag.store import KVStore, RedisStore, open_store
 from blockattn_rag.store.urls import bytes_of, is_cache, lasts
 
@@ -44,8 +44,26 @@ def _check_size(size: str) -> str:
     return size
 
 
+def _check_lasts(store: str) -> str:
+    if not lasts(store):
+        raise ValueError(
+            "expected a path or an address that all processes of the server can access, found "
+            f"{store!r}, which is private to each process"
+        )
+    return store
+
+
+def _check_cache(cache: str) -> str:
+    if not is_cache(cache):
+        raise ValueError(
+            "expected the address of a Redis or Valkey server, such as "
+            f"redis://host:port/database, found {cache!r}"
+        )
+    return cache
+
+
+_Text = Annotated[str, Field(min_length=1)]
 _Size = Annotated[str, AfterValidator(_check_size)]
-_Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
 @dataclass(config=STRICT, frozen=True, slots=True, kw_only=True)
@@ -76,41 +94,21 @@ class ServingConfig:
         recipe_digest: Expected digest of the recipe. None: not checked.
     """
 
-    store: str
-    recipe: Annotated[str, Field(min_length=1)] = AUTO
+    store: Annotated[str, AfterValidator(_check_lasts)]
+    recipe: _Text = AUTO
     memory: _Size = "8GiB"
     private_memory: _Size = "4GiB"
-    disk: Annotated[str, Field(min_length=1)] | None = None
-    cache: str | None = None
+    disk: _Text | None = None
+    cache: Annotated[str, AfterValidator(_check_cache)] | None = None
     namespace: Namespace = ""
     read_namespaces: tuple[Namespace, ...] = ()
     read_only: StrictBool = False
-    tenant_secret_env: Annotated[str, Field(min_length=1)] | None = None
+    tenant_secret_env: _Text | None = None
     recognize: StrictBool | Literal["system", "sources"] = False
     load_deadline_s: Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)] = 10.0
     kv_dtype: KVDtype = "model"
-    fingerprint: _Digest | None = None
-    recipe_digest: _Digest | None = None
-
-    @field_validator("store")
-    @classmethod
-    def _is_shared(cls, store: str) -> str:
-        if not lasts(store):
-            raise ValueError(
-                "expected a path or an address that all processes of the server can access, found "
-                f"{store!r}, which is private to each process"
-            )
-        return store
-
-    @field_validator("cache")
-    @classmethod
-    def _is_cache(cls, cache: str | None) -> str | None:
-        if cache is not None and not is_cache(cache):
-            raise ValueError(
-                "expected the address of a Redis or Valkey server, such as "
-                f"redis://host:port/database, found {cache!r}"
-            )
-        return cache
+    fingerprint: Digest | None = None
+    recipe_digest: Digest | None = None
 
     @classmethod
     def parse(cls, options: Mapping[str, Any]) -> ServingConfig:
@@ -138,18 +136,6 @@ class ServingConfig:
 
         Every process of a server calls this at startup, with the same result. Weight files are not
         loaded, only hashed once, which takes seconds per 10 GB.
-
-        Args:
-            model: Folder or hub id.
-            dtype: Dtype that vLLM computes in.
-            revision: Revision on the hub.
-
-        Raises:
-            UnsupportedModelError: The model cannot run in block mode.
-            ValueError: The recipe is missing, damaged, for another model, or not supported by
-                servers.
-            ServingError: The model differs from ``fingerprint``, or the recipe from
-                ``recipe_digest``.
         """
         checkpoint = CheckpointModel(model, dtype, revision)
         recipe = resolve_recipe(self.recipe, checkpoint, open_store(self.store))
@@ -182,7 +168,7 @@ class ServingConfig:
     @property
     def tier_names(self) -> tuple[str, ...]:
         """Names of each rank's tiers, fastest first."""
-        between = [name for name in ("disk", "cache") if getattr(self, name) is not None]
+        between = (name for name in ("disk", "cache") if getattr(self, name) is not None)
         return ("memory", *between, "home")
 
     def nearer_tiers(self, profile: ModelProfile, share: Share) -> list[str | KVStore]:

@@ -53,10 +53,8 @@ class BlockId(NamedTuple):
 
     Args:
         start: Index of its first token in the prompt.
-        digest: ``kv.token_digest`` of the token ids, the sink and the adapter.
         namespaces: Namespaces to search for the block, its own first.
         keys: Store key of the block in each namespace.
-        keep: Where the block may be kept.
     """
 
     place: int

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NoReturn
 
 import torch
 
@@ -58,18 +57,15 @@ class Share:
             return f"{found}-heads-{hashlib.sha256(every.encode()).hexdigest()[:16]}"
         return f"{found}-heads-{self.heads[0].start}-{self.heads[0].stop}"
 
-    def is_whole(self, profile: ModelProfile) -> bool:
-        return self == Share.of(profile)
-
     def token_outline(self, profile: ModelProfile) -> tuple[tuple[int, int, torch.dtype], ...]:
         """``BlockKV.token_outline`` of this share."""
         own = [profile.layers[layer] for layer in self.layers]
-        shapes = [*zip(self.heads, (layer.key_size for layer in own), strict=True)]
-        shapes += zip(self.heads, (layer.value_size for layer in own), strict=True)
-        return tuple((len(heads), size, profile.dtype) for heads, size in shapes)
+        sizes = *(layer.key_size for layer in own), *(layer.value_size for layer in own)
+        heads = (len(heads) for heads in self.heads * 2)
+        return tuple((count, size, profile.dtype) for count, size in zip(heads, sizes, strict=True))
 
     def bytes_per_token(self, profile: ModelProfile) -> int:
-        """Return the unquantized size of one token's keys and values in this share, in bytes."""
+        """Unquantized size of one token's keys and values, in bytes."""
         outline = self.token_outline(profile)
         return sum(heads * size * dtype.itemsize for heads, size, dtype in outline)
 
@@ -94,7 +90,7 @@ class Share:
 
 def open_share(home: KVStore, share: Share, profile: ModelProfile) -> KVStore:
     """Return a rank's store: a ``ShareStore``, or the home if the share is the complete block."""
-    return home if share.is_whole(profile) else ShareStore(home, share, profile)
+    return home if share == Share.of(profile) else ShareStore(home, share, profile)
 
 
 class ShareStore(KVStore):
@@ -130,10 +126,10 @@ class ShareStore(KVStore):
         return self.home.touch(key)
 
     def put(self, key: str, kv: BlockKV) -> None:
-        self._refuse(f"store {key}")
+        raise StoreError(f"Cannot store {key} in {self!r}, which is read-only; use {self.home!r}")
 
     def delete(self, key: str) -> bool:
-        self._refuse(f"delete {key}")
+        raise StoreError(f"Cannot delete {key} in {self!r}, which is read-only; use {self.home!r}")
 
     def __contains__(self, key: object) -> bool:
         return key in self.home
@@ -143,9 +139,6 @@ class ShareStore(KVStore):
 
     def stats(self) -> StoreStats:
         return self.home.stats()
-
-    def _refuse(self, what: str) -> NoReturn:
-        raise StoreError(f"Cannot {what} in {self!r}, which is read-only; use {self.home!r}")
 
     def _choose(self, header: Header) -> dict[int, range]:
         layout = header.layout

@@ -100,7 +100,8 @@ def test_heads_are_split_as_in_engines(heads: int, ranks: int, expected: list[ra
     profile = make_profile(heads=(heads, heads))
     found = [Share.of(profile, rank, ranks) for rank in range(ranks)]
     assert [share.heads for share in found] == [(own, own) for own in expected]
-    assert [share.is_whole(profile) for share in found] == [heads == 1 or ranks == 1] * ranks
+    whole = Share.of(profile)
+    assert [share == whole for share in found] == [heads == 1 or ranks == 1] * ranks
 
 
 def test_layers_with_different_numbers_of_heads_are_split_individually() -> None:
