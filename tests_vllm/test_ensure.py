@@ -26,7 +26,7 @@ from blockattn_rag.prompts.blocks import IN_MEMORY, PRIVATE, STORED, Keep
 from blockattn_rag.server.config import ServingConfig
 from blockattn_rag.server.plan import parse_plan
 from blockattn_rag.server.vllm import ensure
-from blockattn_rag.server.vllm.ensure import BlockEnsurer
+from blockattn_rag.server.vllm.ensure import BlockEnsurer, KeptBlocks
 from blockattn_rag.server.vllm.requests import Encodable, encodables
 from blockattn_rag.server.vllm.scheduler import UNSAVED
 from blockattn_rag.server.vllm.service import Service
@@ -332,6 +332,34 @@ def test_too_many_blocks_are_refused_before_encoding(
     assert client.asked == []
     ensurer = ensurer_of(client, private_memory=str(room))
     assert asyncio.run(ensurer.ensure([*blocks, *blocks])) == [True] * 4
+
+
+def test_the_least_recently_used_block_is_evicted_first() -> None:
+    kept = KeptBlocks(10)
+    kept.add("a", 4)
+    kept.add("b", 4)
+    assert kept.use("a")
+    kept.add("c", 4)
+    assert [kept.use(key) for key in "abc"] == [True, False, True]
+
+
+def test_a_block_that_is_encoded_twice_counts_once() -> None:
+    kept = KeptBlocks(10)
+    for _ in range(3):
+        kept.add("a", 6)
+    kept.add("b", 4)
+    assert kept.use("a")
+    kept.discard("a")
+    kept.discard("a")
+    kept.add("c", 6)
+    assert [kept.use(key) for key in "abc"] == [False, True, True]
+
+
+def test_a_prompt_larger_than_the_memory_is_refused() -> None:
+    kept = KeptBlocks(10)
+    kept.check_room(10)
+    with pytest.raises(ProtocolError, match=r"has 11 tokens .* at most 10 .*private_memory"):
+        kept.check_room(11)
 
 
 @pytest.mark.parametrize("connector", [None, "NixlConnector", "MultiConnector"])

@@ -84,7 +84,6 @@ def block_keys(
     Args:
         token_ids: Token ids of the complete prompt. With ``op="encode"``: the sink, unless the
             block opens a prompt, followed by the block.
-        read_namespaces: Further namespaces to search, in order.
     """
     plan.check_fits(len(token_ids))
     opens_prompt, start = plan.op != "encode", 0

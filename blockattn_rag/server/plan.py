@@ -181,8 +181,7 @@ class ServedBlocks:
         fetch_s: Load time of the blocks in seconds.
         int8_blocks: Number of blocks loaded in int8.
         cut_short: Whether a stop string ended the answer. The engine then sends no report, so
-            ``loaded_tokens``, ``local_tokens``, ``fetch_s`` and ``int8_blocks`` are unknown and set
-            to 0, and ``recomputed`` is empty.
+            numbers of loaded, local and recomputed tokens are unknown.
         recomputed: Number of recomputed tokens in each block that was not encoded for this request.
             Empty if no tokens were recomputed.
     """
@@ -205,14 +204,7 @@ class ServedBlocks:
         return cls(**kv_transfer_params[FIELD])
 
     def reuse(self, lengths: tuple[int, ...], prompt_tokens: int) -> dict[str, int]:
-        """Return the fields of ``ReuseStats`` for a block-mode answer.
-
-        Args:
-            lengths: Number of tokens of each context block in the prompt.
-
-        Raises:
-            ProtocolError: The answer did not use all context blocks.
-        """
+        """Return the fields of ``ReuseStats`` for a prompt with context blocks of these lengths."""
         expected = sum(lengths)
         tokens = expected if self.cut_short else self.loaded_tokens + self.local_tokens
         if (self.blocks, tokens) != (len(lengths), expected):

@@ -36,11 +36,7 @@ class Share:
         cls, profile: ModelProfile, rank: int = 0, ranks: int = 1, layers: range | None = None
     ) -> Share:
         """Create the share of a tensor-parallel rank. If there are more ranks than heads, ranks
-        share heads.
-
-        Args:
-            layers: Layers of the pipeline-parallel rank. Default: all.
-        """
+        share heads. ``layers``: those of the pipeline-parallel rank. Default: all."""
         every = range(len(profile.layers))
         layers = every if layers is None else layers
         if not layers or layers.step != 1 or layers[0] not in every or layers[-1] not in every:
@@ -113,11 +109,7 @@ class ShareStore(KVStore):
         return f"ShareStore({self.home!r}, heads={heads}, layers={self.share.layers})"
 
     def get_many(self, keys: Sequence[str]) -> list[ReadResult]:
-        """Read the shares of several entries, with one call to the home.
-
-        A result is a CorruptEntryError if the header, the token ids or this share are damaged, and
-        a FingerprintMismatchError if the block's shape does not match the model.
-        """
+        """Read the shares of several entries, with one call to the home."""
         if not isinstance(self.home, MaintainedStore):
             return [self._cut(found) for found in self.home.get_many(keys)]
         return self.home.read_parts(keys, self._choose, self._head_bytes)

@@ -137,11 +137,5 @@ class BlockAttentionConnector(KVConnectorBase_V1, SupportsHMA):
         return ServingStats(dict(data or {}))
 
     @classmethod
-    def build_prom_metrics(
-        cls,
-        vllm_config: VllmConfig,
-        metric_types: Any,
-        labelnames: list[str],
-        per_engine_labelvalues: dict[int, list[object]],
-    ) -> ServingPromMetrics:
-        return ServingPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+    def build_prom_metrics(cls, *args: Any) -> ServingPromMetrics:
+        return ServingPromMetrics(*args)

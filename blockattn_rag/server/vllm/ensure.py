@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 import uuid
+from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -14,12 +15,11 @@ from typing import Any
 
 from vllm import SamplingParams
 
-from blockattn_rag.errors import MissError, ServingError, StoreError
+from blockattn_rag.errors import MissError, ProtocolError, ServingError, StoreError
 from blockattn_rag.server.config import ServingConfig
 from blockattn_rag.server.keys import BlockId
 from blockattn_rag.server.profile import ModelProfile
 from blockattn_rag.server.shares import Share
-from blockattn_rag.server.vllm.kept_blocks import KeptBlocks
 from blockattn_rag.server.vllm.requests import Encodable
 from blockattn_rag.server.vllm.saver import QUEUE_BYTES
 from blockattn_rag.server.vllm.scheduler import UNSAVED, new_encode_name
@@ -53,10 +53,7 @@ class NotStoredError(ServingError):
 
 
 class _Flight:
-    """Block that is being encoded.
-
-    ``waiting`` is the number of waiters; ``is_asked`` is whether the request is in the engine.
-    """
+    """Block that is being encoded, with its waiters. ``is_asked``: the engine has the request."""
 
     def __init__(self, encode: Callable[[_Flight], Coroutine[Any, Any, None]]) -> None:
         self.waiting = 0
@@ -73,7 +70,8 @@ class BlockEnsurer:
     def __init__(
         self, engine_client: Any, home: KVStore, config: ServingConfig, profile: ModelProfile
     ) -> None:
-        self._engine = EngineTasks(engine_client, config)
+        self._engine_client = engine_client
+        self._secret = config.tenant_secret
         self._home = home
         self._config = config
         self._profile = profile
@@ -91,9 +89,8 @@ class BlockEnsurer:
     async def found(self, blocks: Sequence[Encodable], *, thorough: bool = False) -> list[bool]:
         """Check whether each block is available, and mark available blocks as used.
 
-        Args:
-            thorough: Whether to read complete entries, and delete damaged ones. Blocks in the
-                workers' memory are assumed to be lost.
+        If ``thorough``, complete entries are read, and damaged ones deleted. Blocks in the workers'
+        memory are then assumed to be lost.
         """
         distinct = {block.name: block for block in blocks}
         looks = (self._is_found(block, thorough) for block in distinct.values())
@@ -110,23 +107,13 @@ class BlockEnsurer:
     async def ensure(
         self, blocks: Sequence[Encodable], *, thorough: bool = False, must_store: bool = False
     ) -> list[bool]:
-        """Encode missing blocks.
+        """Encode missing blocks. Returns whether each block was missing.
 
         A block that cannot be stored is kept in the workers' memory if there is room, so that
         requests succeed even if the store is full.
 
         Args:
             must_store: Whether to raise an error if a storable block cannot be stored.
-
-        Returns:
-            Whether each block was missing.
-
-        Raises:
-            MissError: Blocks are missing, and this server is read-only.
-            ProtocolError: The private blocks do not fit in memory.
-            ServingError: A block could not be encoded, or could be neither stored nor (because of
-                its size or ``must_store``) kept in memory.
-            StoreError: The store does not respond.
         """
         found = await self.found(blocks, thorough=thorough)
         absent = {
@@ -147,9 +134,8 @@ class BlockEnsurer:
         }
         self._kept.check_room(sum(in_memory.values()))
         failures = await asyncio.gather(*(self._unstored(block) for block in missing.values()))
-        failed = [
-            block for block, failure in zip(missing.values(), failures, strict=True) if failure
-        ]
+        pairs = zip(missing.values(), failures, strict=True)
+        failed = [block for block, failure in pairs if failure is not None]
         in_memory |= {block.key: block.tokens for block in [*failed, *late]}
         if failed and (must_store or sum(in_memory.values()) > self._kept.max_tokens):
             raise next(filter(None, failures))
@@ -211,7 +197,7 @@ class BlockEnsurer:
                     f"attempt is within {_PAUSE_S:g} s"
                 )
             flight.is_asked = True
-            await self._engine.encode(block, request_id)
+            await self._run_encoding(block, request_id)
             if block.in_store:
                 await self._stored(block.block, request_id)
             else:  # Workers execute this save before later loads.
@@ -220,19 +206,15 @@ class BlockEnsurer:
     async def _stored(self, block: BlockId, request_id: str) -> None:
         """Wait until the workers have stored an encoded block."""
         pause, began = 0.005, time.monotonic()
-        asking = asyncio.create_task(self._engine.why_not_stored(request_id))
+        asking = asyncio.create_task(self._why_not_stored(request_id))
         try:
-            while not await self._asked(self._is_in_own, block):
-                why = None
-                if asking.done():
-                    why = f"not stored: {asking.result()}"
-                elif time.monotonic() > began + _STORED_WITHIN_S:
+            while not await self._asked(lambda block: block.key in self._home, block):
+                if asking.done() or time.monotonic() > began + _STORED_WITHIN_S:
                     why = f"not stored within {_STORED_WITHIN_S:g} s; see the server's log"
-                if why is not None:
-                    self._why_unstored = why
+                    self._why_unstored = f"not stored: {asking.result()}" if asking.done() else why
                     self._storing.failed()
                     raise NotStoredError(
-                        f"A block of {len(block.ids)} tokens was encoded but {why} "
+                        f"A block of {len(block.ids)} tokens was encoded but {self._why_unstored} "
                         f"(request {request_id})"
                     )
                 await asyncio.sleep(pause)
@@ -241,76 +223,7 @@ class BlockEnsurer:
             asking.cancel()
         self._storing.succeeded()
 
-    async def _asked(self, look: Callable[[BlockId], bool], block: BlockId) -> bool:
-        """Look up a block in the store without blocking the event loop."""
-        asked = asyncio.get_running_loop().run_in_executor(self._threads, look, block)
-        try:
-            return await asyncio.wait_for(asked, _ANSWERED_WITHIN_S)
-        except TimeoutError:
-            logger.warning("No response within %g s from %r", _ANSWERED_WITHIN_S, self._home)
-            raise StoreError(
-                f"The server's store did not respond within {_ANSWERED_WITHIN_S:g} s"
-            ) from None
-        except StoreError as error:
-            logger.warning("A lookup in the store failed: %s", error)
-            raise type(error)("The server's store failed; see the server's log") from None
-
-    def _is_in_own(self, block: BlockId) -> bool:
-        return block.key in self._home
-
-    def _is_there(self, block: BlockId) -> bool:
-        return any(self._home.touch(key) for key in block.keys)
-
-    def _is_sound(self, block: BlockId) -> bool:
-        (kv,), errors = find_blocks([block], self._home.get_many, self._outline)
-        for key, error in errors.items():
-            if not is_damage(error):
-                if kv is None:
-                    raise error
-            elif key == block.key and not self._config.read_only:
-                self._home.delete(key)
-        return kv is not None
-
-
-class Room:
-    """Limits concurrent tasks in an event loop, in first-in, first-out order.
-
-    Args:
-        max_bytes: Maximum total bytes of all running tasks; a single task may exceed it.
-    """
-
-    def __init__(self, max_running: int, max_bytes: int) -> None:
-        self._max_running, self._max_bytes = max_running, max_bytes
-        self._running = self._bytes = 0
-        self._turn = asyncio.Lock()
-        self._freed = asyncio.Event()
-
-    @asynccontextmanager
-    async def taken(self, nbytes: int) -> AsyncGenerator[None, None]:
-        """Wait for room, and reserve it within the context."""
-        async with self._turn:
-            while self._running and (
-                self._running >= self._max_running or self._bytes + nbytes > self._max_bytes
-            ):
-                self._freed.clear()
-                await self._freed.wait()
-            self._running += 1
-            self._bytes += nbytes
-        try:
-            yield
-        finally:
-            self._running -= 1
-            self._bytes -= nbytes
-            self._freed.set()
-
-
-class EngineTasks:
-    def __init__(self, engine_client: Any, config: ServingConfig) -> None:
-        self._engine_client = engine_client
-        self._secret = config.tenant_secret
-
-    async def encode(self, block: Encodable, request_id: str) -> None:
-        """Encode a block. Raises ServingError if the engine fails."""
+    async def _run_encoding(self, block: Encodable, request_id: str) -> None:
         reason = None
         asked = {"prompt_token_ids": block.token_ids}
         params = block.plan.to_dict(self._secret)
@@ -322,7 +235,7 @@ class EngineTasks:
                 f"reason {reason!r}); see the server's log"
             )
 
-    async def why_not_stored(self, request_id: str) -> str:
+    async def _why_not_stored(self, request_id: str) -> str:
         """Query the engine until it returns why an encoding request's block could not be stored."""
         pause = _FIRST_ASKED_S
         while True:
@@ -349,3 +262,98 @@ class EngineTasks:
         outputs: AsyncGenerator[Any, None]
         outputs = self._engine_client.generate(asked, sampling, request_id)
         return outputs
+
+    async def _asked(self, look: Callable[[BlockId], bool], block: BlockId) -> bool:
+        """Look up a block in the store without blocking the event loop."""
+        asked = asyncio.get_running_loop().run_in_executor(self._threads, look, block)
+        try:
+            return await asyncio.wait_for(asked, _ANSWERED_WITHIN_S)
+        except TimeoutError:
+            logger.warning("No response within %g s from %r", _ANSWERED_WITHIN_S, self._home)
+            raise StoreError(
+                f"The server's store did not respond within {_ANSWERED_WITHIN_S:g} s"
+            ) from None
+        except StoreError as error:
+            logger.warning("A lookup in the store failed: %s", error)
+            raise type(error)("The server's store failed; see the server's log") from None
+
+    def _is_there(self, block: BlockId) -> bool:
+        return any(self._home.touch(key) for key in block.keys)
+
+    def _is_sound(self, block: BlockId) -> bool:
+        (kv,), errors = find_blocks([block], self._home.get_many, self._outline)
+        for key, error in errors.items():
+            if not is_damage(error):
+                if kv is None:
+                    raise error
+            elif key == block.key and not self._config.read_only:
+                self._home.delete(key)
+        return kv is not None
+
+
+class KeptBlocks:
+    """The API server's estimate of which private blocks are in the workers' memory, an LRU cache.
+
+    The estimate may be wrong if other API servers use the same workers. In that case, loading
+    fails, and the block is encoded again.
+    """
+
+    def __init__(self, max_tokens: int) -> None:
+        self.max_tokens = max_tokens
+        self._tokens: OrderedDict[str, int] = OrderedDict()
+        self._sum = 0
+
+    def use(self, key: str) -> bool:
+        """Return whether a block should be in memory, and mark it as used."""
+        if key in self._tokens:
+            self._tokens.move_to_end(key)
+        return key in self._tokens
+
+    def add(self, key: str, tokens: int) -> None:
+        self.discard(key)
+        self._tokens[key] = tokens
+        self._sum += tokens
+        while self._sum > self.max_tokens:
+            self.discard(next(iter(self._tokens)))
+
+    def discard(self, key: str) -> None:
+        self._sum -= self._tokens.pop(key, 0)
+
+    def check_room(self, tokens: int) -> None:
+        """Raise ProtocolError if a prompt's private blocks exceed ``max_tokens``."""
+        if tokens > self.max_tokens:
+            raise ProtocolError(
+                f"The prompt has {tokens} tokens in private blocks, which must not be stored, but "
+                f"this server keeps at most {self.max_tokens} tokens of such blocks in memory; put "
+                "other text after the passages, or raise private_memory in the connector's options"
+            )
+
+
+class Room:
+    """Limits concurrent tasks in an event loop and their total bytes, in first-in, first-out order.
+    A single task may exceed the bytes.
+    """
+
+    def __init__(self, max_running: int, max_bytes: int) -> None:
+        self._max_running, self._max_bytes = max_running, max_bytes
+        self._running = self._bytes = 0
+        self._turn = asyncio.Lock()
+        self._freed = asyncio.Event()
+
+    @asynccontextmanager
+    async def taken(self, nbytes: int) -> AsyncGenerator[None, None]:
+        """Wait for room, and reserve it within the context."""
+        async with self._turn:
+            while self._running and (
+                self._running >= self._max_running or self._bytes + nbytes > self._max_bytes
+            ):
+                self._freed.clear()
+                await self._freed.wait()
+            self._running += 1
+            self._bytes += nbytes
+        try:
+            yield
+        finally:
+            self._running -= 1
+            self._bytes -= nbytes
+            self._freed.set()

@@ -31,17 +31,15 @@ class IndexWriter:
         self._every_s = every_s
         self._collected: dict[str, list[Entries]] = {}
         self._unwritten: dict[str, list[Entries]] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._task: asyncio.Task[None] | None = None
         self._writing = threading.Lock()
 
     def add(self, entries: Entries, namespace: str) -> None:
         """Schedule a write of entries. Call it in the event loop, after storing the passages."""
         if len(entries):
             self._collected.setdefault(namespace, []).append(entries)
-            if not self._tasks:
-                task = asyncio.create_task(self._write_all())
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
+            if self._task is None or self._task.done():
+                self._task = asyncio.create_task(self._write_all())
 
     async def _write_all(self) -> None:
         try:

@@ -95,35 +95,22 @@ class Counters:
 class ServingPromMetrics(KVConnectorPromMetrics):
     """Prometheus counters ``vllm:blockattn_..._total``."""
 
-    def __init__(
-        self,
-        vllm_config: Any,
-        metric_types: Any,
-        labelnames: list[str],
-        per_engine_labelvalues: dict[int, list[object]],
-    ) -> None:
-        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        self._plain = {
+    def __init__(self, config: Any, metric_types: Any, labels: list[str], labelvalues: Any) -> None:
+        super().__init__(config, metric_types, labels, labelvalues)
+        self._counters = {
             name: self._counter_cls(
-                name=f"vllm:blockattn_{name}", documentation=text, labelnames=labelnames
+                name=f"vllm:blockattn_{name}",
+                documentation=text,
+                labelnames=[*labels, "tier"] if name in BY_TIER else labels,
             )
-            for name, text in PLAIN.items()
-        }
-        self._by_tier = {
-            name: self._counter_cls(
-                name=f"vllm:blockattn_{name}", documentation=text, labelnames=[*labelnames, "tier"]
-            )
-            for name, text in BY_TIER.items()
+            for name, text in (PLAIN | BY_TIER).items()
         }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         labels = self.per_engine_labelvalues[engine_idx]
         for key, value in transfer_stats_data.items():
-            name, _, tier = key.partition("/")
-            if tier:
-                self._by_tier[name].labels(*labels, tier).inc(value)
-            else:
-                self._plain[name].labels(*labels).inc(value)
+            name, *tier = key.split("/")
+            self._counters[name].labels(*labels, *tier).inc(value)
 
 
 class Fetch(NamedTuple):

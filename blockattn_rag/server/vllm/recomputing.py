@@ -23,6 +23,7 @@ from blockattn_rag.attention.kernels import AttentionInputs
 from blockattn_rag.errors import ServingError
 from blockattn_rag.model.chosen_attention import ChosenAttention, MeasuredAttention
 from blockattn_rag.model.recompute import choose_tokens, measured_layers
+from blockattn_rag.server.plan import BlockPlan
 from blockattn_rag.server.vllm.pages import LayerPages
 
 States = tuple[Tensor, Tensor]
@@ -34,22 +35,14 @@ arguments are the layer index, and the keys and values of the tokens in the pass
 
 
 class Recomputer:
-    """Recomputes tokens in requests' pages.
-
-    Args:
-        layers: Attention layers of the model, in order.
-        pages: Pages of these layers.
-        engine: Configuration of the engine.
-    """
+    """Recomputes tokens in requests' pages. ``layers`` are the model's attention layers, in order."""
 
     def __init__(
         self, layers: Sequence[Any], pages: Sequence[LayerPages], engine: VllmConfig
     ) -> None:
         for index, layer in enumerate(layers):
-            if (
-                type(layer) is not Attention
-                or getattr(layer.impl, "alibi_slopes", None) is not None
-            ):
+            has_slopes = getattr(layer.impl, "alibi_slopes", None) is not None
+            if type(layer) is not Attention or has_slopes:
                 raise ServingError(
                     f"Tokens cannot be recomputed because layer {index} has an unsupported type of "
                     f"attention ({type(layer).__name__}); use a recipe with recompute=0, such as "
@@ -57,34 +50,24 @@ class Recomputer:
                 )
         self._layers, self._pages, self._engine = layers, pages, engine
         self._model = _model_of(layers[0])
-        self._windows: dict[int, int | None] = {
-            index: layer.sliding_window for index, layer in enumerate(layers)
-        }
+        self._windows = {index: layer.sliding_window for index, layer in enumerate(layers)}
         self._most_tokens = engine.scheduler_config.max_num_batched_tokens
 
     @torch.inference_mode()
     def recompute(
-        self,
-        token_ids: Sequence[int],
-        slots: Tensor,
-        lengths: Sequence[int],
-        may_change: Sequence[bool],
-        count: int,
+        self, token_ids: Sequence[int], slots: Tensor, plan: BlockPlan, count: int
     ) -> list[int]:
-        """Recompute tokens of a context.
+        """Recompute ``count`` tokens of a context.
 
         Args:
             token_ids: Token ids of the complete prompt.
             slots: Slots ``[tokens]`` of the context, which must not be shared with other requests.
-            lengths: Number of tokens of each context block.
-            may_change: Whether tokens of each block may be recomputed.
-            count: Number of tokens to recompute.
 
         Returns:
             Indices of the recomputed tokens, in ascending order. Identical on all ranks.
         """
         received = self._received(token_ids[len(slots) :], slots)
-        chosen = choose_tokens(received, lengths, may_change, count)
+        chosen = choose_tokens(received, plan.lengths, plan.may_change, count)
         self._compute(token_ids, slots, chosen)
         return chosen
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -79,12 +79,8 @@ def encodables(
     opens_prompt: bool,
     keep: Sequence[Keep],
 ) -> list[Encodable]:
-    """Create blocks from token ids.
-
-    Args:
-        opens_prompt: Whether the first block is the first of its prompt, which is encoded without
-            sink and adapter.
-    """
+    """Create blocks from token ids. If ``opens_prompt``, the first of them is the first of its
+    prompt, which is encoded without sink and adapter."""
     found = []
     for place, ids in enumerate(blocks):
         first = opens_prompt and place == 0
@@ -95,32 +91,29 @@ def encodables(
     return found
 
 
+@dataclass(frozen=True, slots=True)
 class RequestReader:
-    """Converter of request bodies to blocks."""
+    """Converter of request bodies to blocks.
 
-    def __init__(
-        self,
-        config: ServingConfig,
-        profile: ModelProfile,
-        models: Any,
-        max_tokens: int,
-        backend: str,
-    ) -> None:
-        self._config = config
-        self._profile = profile
-        self._models = models
-        self._max_tokens = max_tokens
-        self._backend = backend
-        self._secret = config.tenant_secret
+    Args:
+        models: vLLM's registry of the served models.
+        backend: vLLM's backend of structured outputs.
+    """
+
+    config: ServingConfig
+    profile: ModelProfile
+    models: Any
+    max_tokens: int
+    backend: str
 
     @property
     def model_names(self) -> tuple[str, ...]:
-        return tuple(model.name for model in self._models.base_model_paths)
+        return tuple(model.name for model in self.models.base_model_paths)
 
     def passages(self, texts: Sequence[Sequence[int]], headers: Headers) -> list[Encodable]:
         """Create the blocks of passages from their token ids. Raises ProtocolError."""
         keep = [STORED] * len(texts)
-        return self._encodables(texts, self.namespace(headers), opens_prompt=False, keep=keep)
+        return self._encodables(texts, self.namespace(headers), keep, opens_prompt=False)
 
     def full_mode(self, request: Any, prompt: TokenPrompt | None, headers: Headers) -> None:
         """Prepare a full-mode request for vLLM's handlers."""
@@ -130,9 +123,11 @@ class RequestReader:
             if request.echo:
                 raise ProtocolError("echo is not supported with passages or tools; remove it")
             _set_tokens(request, prompt.token_ids, {})
-        if self._secret is not None:
+        if self.config.tenant_secret is not None:
             namespace = self.namespace(headers)
-            request.cache_salt = full_mode_salt(self._secret, namespace, request.cache_salt)
+            request.cache_salt = full_mode_salt(
+                self.config.tenant_secret, namespace, request.cache_salt
+            )
 
     def block_mode(
         self, request: Any, prompt: TokenPrompt, headers: Headers
@@ -145,16 +140,16 @@ class RequestReader:
         plan = BlockPlan("complete", prompt.lengths, namespace, prompt.keep, fixed=prompt.fixed)
         tokens = iter(prompt.token_ids)
         ids = [tuple(islice(tokens, length)) for length in plan.lengths]
-        blocks = self._encodables(ids, namespace, opens_prompt=True, keep=plan.keep)
-        _set_tokens(request, prompt.token_ids, plan.to_dict(self._secret))
+        blocks = self._encodables(ids, namespace, plan.keep, opens_prompt=True)
+        _set_tokens(request, prompt.token_ids, plan.to_dict(self.config.tenant_secret))
         return plan, blocks
 
     def namespace(self, headers: Headers) -> str:
         """Return a request's namespace: the tenant set by the gateway, or the server's default."""
         tenants = headers.getlist(TENANT_HEADER)
         if not tenants:
-            return self._config.namespace
-        if self._secret is None:
+            return self.config.namespace
+        if self.config.tenant_secret is None:
             raise ProtocolError(
                 f"The request has the header {TENANT_HEADER}, but this server has no tenants; set "
                 "tenant_secret_env in the connector's options"
@@ -171,23 +166,19 @@ class RequestReader:
         self,
         blocks: Sequence[Sequence[int]],
         namespace: str,
+        keep: Sequence[Keep],
         *,
         opens_prompt: bool,
-        keep: Sequence[Keep],
     ) -> list[Encodable]:
+        readable = self.config.read_namespaces
         found = encodables(
-            blocks,
-            namespace,
-            self._profile,
-            self._config.read_namespaces,
-            opens_prompt=opens_prompt,
-            keep=keep,
+            blocks, namespace, self.profile, readable, opens_prompt=opens_prompt, keep=keep
         )
         longest = max((len(candidate.token_ids) for candidate in found), default=0)
-        if longest >= self._max_tokens:
+        if longest >= self.max_tokens:
             raise ProtocolError(
                 f"A block has {longest} tokens including the sink, expected fewer than the "
-                f"server's max_model_len, {self._max_tokens}"
+                f"server's max_model_len, {self.max_tokens}"
             )
         return found
 
@@ -214,12 +205,12 @@ class RequestReader:
                     f"{_MOST_REFERENCES:,}. Inline short definitions, or split the request into "
                     "several steps"
                 )
-        is_guidance = self._backend == "guidance"
+        is_guidance = self.backend == "guidance"
         if grammar is not None and _DIALECT in (grammar.grammar or "") and not is_guidance:
             # The "auto" backend accepts it, but then fails in the engine.
             raise ProtocolError(
                 "A grammar in the llguidance dialect, such as for a required tool call, requires "
-                f"vLLM's guidance backend, found {self._backend}; start the server with "
+                f"vLLM's guidance backend, found {self.backend}; start the server with "
                 """--structured-outputs-config '{"backend": "guidance"}'"""
             )
         if grammar is not None and grammar.choice and is_guidance:
@@ -232,13 +223,13 @@ class RequestReader:
             value = getattr(request, name, None)
             if value is not None and value is not False:
                 raise ProtocolError(f"{name} is not supported in block mode: {why}; remove it")
-        if num_prompt_tokens >= self._max_tokens:
+        if num_prompt_tokens >= self.max_tokens:
             raise ProtocolError(
                 f"The prompt has {num_prompt_tokens} tokens, expected at most "
-                f"{self._max_tokens - 1}: the server's max_model_len is {self._max_tokens}"
+                f"{self.max_tokens - 1}: the server's max_model_len is {self.max_tokens}"
             )
         model = request.model
-        if model in self._models.lora_requests:
+        if model in self.models.lora_requests:
             raise ProtocolError(
                 f"The requested model {model!r} is a LoRA adapter. Block mode does not support "
                 "LoRA adapters, because they are not trained on blocks encoded by the base model"

@@ -15,6 +15,7 @@ these keys in the same layout as the layer does.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -39,9 +40,6 @@ def check_rotations(profile: ModelProfile, layers: Iterable[int]) -> set[int]:
     Returns:
         Latent layers whose keys use the half-split (NeoX-style) layout in transformers and the
         interleaved (GPT-J-style) layout in vLLM.
-
-    Raises:
-        ServingError: No rotary embedding in vLLM matches a layer's key size and rotary layout.
     """
     checked: dict[tuple[int, RotaryLayout], bool] = {}
     interleaved = set()
@@ -72,6 +70,7 @@ def _is_interleaved(layer: LayerProfile, profile: ModelProfile) -> bool:
         for rope in _ROPE_DICT.values()
         if getattr(rope, "head_size", layer.key_size) == layer.key_size
     ]
+    tolerance = _TOLERANCE if profile.dtype.itemsize > 2 else _TOLERANCE_OF_16_BITS
     others, flat_only = [], []
     for rope in ropes:
         try:
@@ -79,9 +78,9 @@ def _is_interleaved(layer: LayerProfile, profile: ModelProfile) -> bool:
         except (AttributeError, TypeError, StopIteration) as cause:  # The signature differs.
             others.append(f"{_shown(rope)}, which cannot be run ({cause!r})")
             continue
-        if min(errors) <= _tolerance(profile.dtype):
+        if min(errors) <= tolerance:
             return errors.index(min(errors)) > 0
-        if layer.is_latent and _rotates_flat_keys(rope, layouts, layer, profile):
+        if layer.is_latent and _error_of_flat_keys(rope, layouts, layer, profile) <= tolerance:
             flat_only.append(_shown(rope))
         others.append(f"{_shown(rope)}, which differs by {errors[0]:.2g}")
     if flat_only:
@@ -99,20 +98,15 @@ def _is_interleaved(layer: LayerProfile, profile: ModelProfile) -> bool:
     )
 
 
-def _tolerance(dtype: torch.dtype) -> float:
-    return _TOLERANCE if dtype.itemsize > 2 else _TOLERANCE_OF_16_BITS
-
-
-def _rotates_flat_keys(
+def _error_of_flat_keys(
     rope: Any, layouts: Sequence[RotaryLayout], layer: LayerProfile, profile: ModelProfile
-) -> bool:
-    """Whether a latent layer's module matches the profile if keys are not views."""
+) -> float:
+    """Return the error of a latent layer's module if keys are not views."""
     flat = replace(layer, is_latent=False)
     try:
-        errors = [_error(rope, layout, flat, profile) for layout in layouts]
+        return min(_error(rope, layout, flat, profile) for layout in layouts)
     except RuntimeError:  # The module requires a head dimension.
-        return False
-    return min(errors) <= _tolerance(profile.dtype)
+        return math.inf
 
 
 def _error(rope: Any, layout: RotaryLayout, layer: LayerProfile, profile: ModelProfile) -> float:
@@ -136,20 +130,15 @@ def _rotated(rope: Any, keys: Tensor, position: int, *, is_latent: bool) -> Tens
     device = next(rope.buffers()).device
     positions = torch.full((len(keys),), position, dtype=torch.int64, device=device)
     # Copy, because vLLM's kernels modify their arguments.
-    copy = _as_latent if is_latent else _as_flat
-    _, rotated = rope(positions, copy(keys, device), copy(keys, device))
+    query, copy = (keys.to(device, copy=True) for _ in range(2))
+    if is_latent:  # ``[tokens, 1, head_size]``, as views of the wider projection.
+        # The order of these calls determines the stride of the head dimension.
+        query, copy = (
+            torch.cat([torch.zeros_like(one), one], dim=-1)[:, one.shape[-1] :].unsqueeze(1)
+            for one in (query, copy)
+        )
+    _, rotated = rope(positions, query, copy)
     return torch.as_tensor(rotated).reshape(keys.shape).cpu()
-
-
-def _as_flat(keys: Tensor, device: torch.device) -> Tensor:
-    return keys.to(device, copy=True)
-
-
-def _as_latent(keys: Tensor, device: torch.device) -> Tensor:
-    """Copy keys to ``[tokens, 1, head_size]``, as a view of the wider projection."""
-    joined = torch.cat([torch.zeros_like(keys), keys], dim=-1).to(device)
-    # The order of these calls determines the stride of the head dimension.
-    return joined[:, keys.shape[-1] :].unsqueeze(1)
 
 
 def _shown(rope: Any) -> str:

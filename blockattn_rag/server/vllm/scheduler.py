@@ -68,7 +68,6 @@ class Load:
 
     Args:
         token_ids: Token ids of the complete prompt.
-        pages: Page tables of the request.
         computed: Number of context tokens that are already in pages, which other requests may
             share.
     """
@@ -85,10 +84,6 @@ class Copy:
     """Order to copy the tokens that an encoding request computes in a step from their pages.
 
     Copies are made after each step, because pages are reused once their tokens leave the window.
-
-    Args:
-        pages: Page tables of the request.
-        tokens: Indices of the tokens in the prompt.
     """
 
     request_id: str
@@ -128,6 +123,7 @@ class _Request:
     """State of a block-mode request.
 
     Args:
+        plan: None if the request is refused.
         unshared: The request, if it must not share pages because tokens are recomputed.
     """
 
@@ -179,22 +175,16 @@ class SchedulerSide:
             self._refuse(request, str(error))
             return
         all_local = ServedBlocks(len(plan.lengths), 0, plan.context_tokens)  # until `allocated`
-        if plan.op == "complete" and self._profile.recomputed_tokens(plan):
-            self._requests[request.request_id] = _Request(plan, all_local, request)
-            self._separate(request, plan)
-            return
-        self._requests[request.request_id] = _Request(plan, all_local)
+        known = self._requests[request.request_id] = _Request(plan, all_local)
         if plan.op == "encode":
             # All tokens must be computed, because the cache may not have the tokens outside a
             # window.
             request.skip_reading_prefix_cache = True
             self._encoding[request.request_id] = request
-        _set_salt(request, salt(plan, self._profile, request.cache_salt))
-
-    def _separate(self, request: Request, plan: BlockPlan) -> None:
-        """Exclude a request from the prefix cache, because its pages will contain tokens recomputed
-        for its question."""
-        _set_salt(request, salt(plan, self._profile, secrets.token_hex()))
+        elif self._profile.recomputed_tokens(plan):
+            known.unshared = request
+        own = request.cache_salt if known.unshared is None else secrets.token_hex()
+        _set_salt(request, salt(plan, self._profile, own))
 
     def _refuse(self, request: Request, why: str) -> None:
         logger.warning("Request %s was refused: %s", request.request_id, why)
@@ -204,8 +194,7 @@ class SchedulerSide:
         request.skip_reading_prefix_cache = False  # Otherwise, vLLM would not call `promised`.
 
     def promised(self, request: Request, computed: int) -> tuple[int, bool]:
-        """Return the number of tokens to load after ``computed``, and whether this is
-        asynchronous."""
+        """Number of tokens to load after ``computed``, and whether this is asynchronous."""
         known = self._requests.get(request.request_id)
         if known is None:
             return 0, False
@@ -237,7 +226,9 @@ class SchedulerSide:
         for request_id in step.preempted_req_ids or ():
             known = self._requests.get(request_id)
             if known is not None and known.plan is not None and known.unshared is not None:
-                self._separate(known.unshared, known.plan)
+                # It must not find its own pages, which may contain recomputed tokens.
+                own = secrets.token_hex()
+                _set_salt(known.unshared, salt(known.plan, self._profile, own))
         for request_id, request in self._encoding.items():
             start = request.num_computed_tokens
             end = start + step.num_scheduled_tokens.get(request_id, 0)
@@ -312,7 +303,6 @@ class SchedulerSide:
             block_keys(token_ids or (), plan, self._profile)
 
     def _why_not_kept(self, plan: BlockPlan) -> str | None:
-        """Return why this server cannot keep an encoded block, or None if it can."""
         if plan.keep[0].is_stored:
             return "the server is read_only" if self._config.read_only else None
         has_room = plan.context_tokens <= self._config.private_tokens(self._profile)

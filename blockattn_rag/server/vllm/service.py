@@ -6,13 +6,12 @@ import asyncio
 import copy
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.exceptions import RetryableRequestError
 from vllm.sampling_params import StructuredOutputsParams
 
-from blockattn_rag.engine.results import Mode
 from blockattn_rag.errors import MissError, SegmentationError, ServingError, StoreError
 from blockattn_rag.model.loading import load_tokenizer
 from blockattn_rag.prompts.blocks import BlockPrompt
@@ -40,14 +39,24 @@ if TYPE_CHECKING:
 Answer: TypeAlias = AsyncGenerator[str, None] | dict[str, Any] | ErrorResponse
 """Event stream, complete answer, or vLLM's error."""
 
-MakePrompt = Callable[[Recognizer | None], BlockPrompt]
-"""Function that builds a prompt, using the recognizer if there is one."""
-
-Create = Callable[[Any, Any], Awaitable[Any]]
-"""Method of a vLLM handler that answers a body and its HTTP request."""
-
 _UNRECOGNIZED = (MissError, SegmentationError, ServingError, StoreError, RetryableRequestError)
 """Errors after which a prompt is answered without recognition of passages."""
+
+
+class _Call(NamedTuple):
+    """Request of a client, for this package (``body``) and for vLLM.
+
+    Args:
+        make_prompt: Function that builds the prompt, using the recognizer if there is one.
+        create: Method of a vLLM handler that answers ``request`` and its HTTP request.
+    """
+
+    body: ChatBody | CompletionBody
+    make_prompt: Callable[[Recognizer | None], BlockPrompt]
+    create: Callable[[Any, Any], Awaitable[Any]]
+    request: Any
+    raw_request: Any
+    tools: ServedTools | None = None
 
 
 class Service:
@@ -159,74 +168,52 @@ class Service:
                 request.structured_outputs = StructuredOutputsParams(**grammar)
         handler = self._chats if tools is None else self._unparsed_chats
         create = handler.create_chat_completion
-        return await self._answer(body, make_prompt, create, request, raw_request, tools)
+        return await self._answer(_Call(body, make_prompt, create, request, raw_request, tools))
 
     async def complete(self, body: CompletionBody, request: Any, raw_request: Any) -> Answer:
         """Answer a completion. Like ``chat``, but the client has formatted the prompt."""
         make_prompt = partial(Prompts.completion, body)
         create = self._completions.create_completion
-        return await self._answer(body, make_prompt, create, request, raw_request)
+        return await self._answer(_Call(body, make_prompt, create, request, raw_request))
 
-    async def _answer(
-        self,
-        body: ChatBody | CompletionBody,
-        make_prompt: MakePrompt,
-        create: Create,
-        request: Any,
-        raw_request: Any,
-        tools: ServedTools | None = None,
-    ) -> Answer:
+    async def _answer(self, call: _Call) -> Answer:
         """Answer a request, in block mode if its prompt contains passages."""
-        respond = partial(self._reported, create, request, raw_request, tools)
-        render = partial(self._render, make_prompt, body.options.mode, tools)
-        must_render = body.has_passages or tools is not None
+        body, headers = call.body, call.raw_request.headers
+        render = partial(asyncio.to_thread, self._render, call)
+        must_render = body.has_passages or call.tools is not None
         if not self._config.recognize:
-            return await respond(await asyncio.to_thread(render, None) if must_render else None)
+            return await self._reported(call, await render(None) if must_render else None)
         prompt = None
         try:
-            prompt = await asyncio.to_thread(render, self._recognizer(raw_request.headers))
-            answer = await respond(prompt)
+            prompt = await render(self._recognizer(headers))
+            answer = await self._reported(call, prompt)
         except _UNRECOGNIZED as error:
             # Recognition must not cause an error for a prompt that can be answered without it.
             recognized = prompt
-            prompt = await asyncio.to_thread(render, None) if must_render else None
+            prompt = await render(None) if must_render else None
             if recognized is not None and recognized == prompt:
                 raise
-            answer = await respond(prompt, str(error))
+            answer = await self._reported(call, prompt, str(error))
         if prompt is not None and prompt.lengths:
-            self._index(body.passages, raw_request.headers)
+            self._index(body.passages, headers)
         return answer
 
-    def _render(
-        self,
-        make_prompt: MakePrompt,
-        mode: Mode,
-        tools: ServedTools | None,
-        recognize: Recognizer | None,
-    ) -> TokenPrompt | None:
+    def _render(self, call: _Call, recognize: Recognizer | None) -> TokenPrompt | None:
         """Convert a prompt to token ids, or return None to let vLLM render it.
 
         vLLM renders prompts without passages, unless this package has to render the tools.
         """
-        prompt = make_prompt(recognize)
-        if tools is not None:
-            tools.begin(prompt)
+        prompt = call.make_prompt(recognize)
+        if call.tools is not None:
+            call.tools.begin(prompt)
         if any(block.is_passage for block in prompt.context):
-            return self._prompts.token_ids(prompt, mode)
-        return None if tools is None else self._prompts.token_ids(prompt, "full")
+            return self._prompts.token_ids(prompt, call.body.options.mode)
+        return None if call.tools is None else self._prompts.token_ids(prompt, "full")
 
-    async def _reported(
-        self,
-        create: Create,
-        request: Any,
-        raw_request: Any,
-        tools: ServedTools | None,
-        prompt: TokenPrompt | None,
-        reason: str = "",
-    ) -> Answer:
+    async def _reported(self, call: _Call, prompt: TokenPrompt | None, reason: str = "") -> Answer:
         """Answer a request, and add a reuse report. ``prompt`` is None if vLLM renders it."""
-        headers, ticket = raw_request.headers, None
-        request = request.model_copy()  # The original can be retried.
+        headers, tools, ticket = call.raw_request.headers, call.tools, None
+        request = call.request.model_copy()  # The original can be retried.
         if prompt is None or not prompt.lengths:
             self._requests.full_mode(request, prompt, headers)
         else:
@@ -236,7 +223,7 @@ class Service:
             keys = [block.key for block in blocks]
             ticket = Ticket(plan, again, encoded, keys, len(prompt.token_ids))
         CURRENT.set(ticket)
-        answer = await create(request, raw_request)
+        answer = await call.create(request, call.raw_request)
         report = ChatReport(ticket, self._profile.recipe, reason)
         if isinstance(answer, AsyncGenerator):
             return report.events(answer if tools is None else tools.events(answer))

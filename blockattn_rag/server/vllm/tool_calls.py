@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncGenerator, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from blockattn_rag.engine.detokenizer import Detokenizer
@@ -72,14 +73,9 @@ class ServedTools:
     def answer(self, data: dict[str, Any]) -> None:
         """Add the calls to a complete answer, a JSON object."""
         for choice in data["choices"]:
-            output = self._output()
-            first = output.push(choice.get("token_ids") or ())
-            rest, read = output.finish()
-            message = choice["message"]
-            message["content"] = first.answer + rest.answer + _invalid(read) or None
-            message["tool_calls"] = _calls(read.calls)
-            message["reasoning"] = self._shown(first.thoughts + rest.thoughts)
-            _end(choice, bool(read.calls))
+            content, thoughts, calls = self._read(choice, self._output())
+            choice["message"] |= {"content": content or None, "tool_calls": calls}
+            choice["message"]["reasoning"] = self._shown(thoughts)
         self._drop_ids(data)
 
     def events(self, events: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
@@ -88,8 +84,15 @@ class ServedTools:
 
         def edit(data: dict[str, Any]) -> None:
             for choice in data.get("choices", ()):
-                number = choice["index"]
-                self._advance(choice, outputs.setdefault(number, self._output()))
+                output = outputs.setdefault(choice["index"], self._output())
+                content, thoughts, calls = self._read(choice, output)
+                delta = choice["delta"]
+                if calls:
+                    delta["tool_calls"] = [{"index": n, **call} for n, call in enumerate(calls)]
+                if content or "content" in delta:
+                    delta["content"] = content
+                if shown := self._shown(thoughts):
+                    delta["reasoning"] = shown
             self._drop_ids(data)
 
         return edited_events(events, edit, ("{",))
@@ -100,22 +103,19 @@ class ServedTools:
         detokenizer = Detokenizer(self._tokenizer, self._stop)
         return _Output(detokenizer, AnswerReader(thoughts, self._parser))
 
-    def _advance(self, choice: dict[str, Any], output: _Output) -> None:
-        delta = choice["delta"]
+    @staticmethod
+    def _read(choice: dict[str, Any], output: _Output) -> tuple[str, str, list[dict[str, Any]]]:
+        """Return a choice's new text and thoughts and, at its end, all calls."""
         said = output.push(choice.get("token_ids") or ())
-        content, thoughts = said.answer, said.thoughts
-        if choice.get("finish_reason"):
-            rest, read = output.finish()
-            content, thoughts = content + rest.answer + _invalid(read), thoughts + rest.thoughts
-            if calls := _calls(read.calls):
-                delta["tool_calls"] = [
-                    {"index": number, **call} for number, call in enumerate(calls)
-                ]
-            _end(choice, bool(read.calls))
-        if content or "content" in delta:
-            delta["content"] = content
-        if shown := self._shown(thoughts):
-            delta["reasoning"] = shown
+        if not choice.get("finish_reason"):
+            return said.answer, said.thoughts, []
+        rest, read = output.finish()
+        if read.calls and choice["finish_reason"] == "stop":
+            choice["finish_reason"] = "tool_calls"
+        # Clients can receive invalid calls only as text.
+        invalid = "".join(f"\n{call.text}" for call in read.invalid)
+        content = said.answer + rest.answer + invalid
+        return content, said.thoughts + rest.thoughts, _calls(read.calls)
 
     def _shown(self, thoughts: str) -> str | None:
         return (thoughts or None) if self._shows_thoughts else None
@@ -128,12 +128,12 @@ class ServedTools:
                 choice.pop("token_ids", None)
 
 
+@dataclass(frozen=True, slots=True)
 class _Output:
     """Decoder for the output of one choice, which separates thoughts, text and calls."""
 
-    def __init__(self, detokenizer: Detokenizer, reader: AnswerReader) -> None:
-        self._detokenizer = detokenizer
-        self._reader = reader
+    _detokenizer: Detokenizer
+    _reader: AnswerReader
 
     def push(self, ids: Iterable[int]) -> Said:
         """Add tokens. Returns thoughts and text that can be sent now."""
@@ -144,16 +144,6 @@ class _Output:
         """Parse the finished output. Returns new thoughts and text, and all calls."""
         self._detokenizer.finish()
         return self._reader.finish(self._detokenizer.text, self._detokenizer.ids)
-
-
-def _end(choice: dict[str, Any], has_calls: bool) -> None:
-    if has_calls and choice.get("finish_reason") == "stop":
-        choice["finish_reason"] = "tool_calls"
-
-
-def _invalid(read: ReadAnswer) -> str:
-    """Return the unchanged text of invalid calls, which clients can receive only as text."""
-    return "".join(f"\n{call.text}" for call in read.invalid)
 
 
 def _calls(calls: Sequence[ToolCall]) -> list[dict[str, Any]]:

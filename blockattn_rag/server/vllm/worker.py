@@ -25,7 +25,7 @@ from blockattn_rag.kv.rope import Angles
 from blockattn_rag.server.config import ServingConfig
 from blockattn_rag.server.keys import BlockId, block_keys
 from blockattn_rag.server.loader import BlockLoader
-from blockattn_rag.server.profile import ModelProfile
+from blockattn_rag.server.profile import LayerProfile, ModelProfile
 from blockattn_rag.server.shares import Share, open_share
 from blockattn_rag.server.vllm.metrics import Counters, Ended, Fetch, ServingStats, WorkerReport
 from blockattn_rag.server.vllm.pages import KVGroup, LayerPages
@@ -46,13 +46,9 @@ that tier fail in the meantime."""
 
 @dataclass(frozen=True, slots=True)
 class _Loaded:
-    """Finished load of this rank, waiting for other ranks before tokens are recomputed.
+    """Finished load of this rank, waiting for other ranks before tokens are recomputed."""
 
-    Args:
-        order: Order of the load, or None if it failed.
-    """
-
-    order: Load | None
+    order: Load
     int8_blocks: int
     since: float
 
@@ -91,7 +87,7 @@ class WorkerSide:
         self._done = KVConnectorTransferResults()
         self._fetches: dict[str, Fetch] = {}
         self._ended: dict[str, Ended] = {}
-        self._waiting: dict[str, _Loaded] = {}
+        self._waiting: dict[str, _Loaded | None] = {}  # None: the load failed.
         self._stats = Counters()
         by_index = {
             extract_layer_index(name): (layer, group)
@@ -105,17 +101,18 @@ class WorkerSide:
         share = Share.of(profile, group.rank_in_group, group.world_size, own)
         self._share = share
         for place, index in zip(own, indices, strict=True):
-            _check_stores_latents(place, by_index[index][0], profile)
+            _check_stores_latents(by_index[index][0], profile.layers[place], profile)
         interleaved = check_rotations(profile, own)
         self._pages: list[LayerPages] = []
-        for place, index in zip(own, indices, strict=True):
+        for place, heads, index in zip(own, share.heads, indices, strict=True):
             layer, page_group = by_index[index]
             pages = LayerPages(layer, page_group, interleaves_keys=place in interleaved)
-            _check_layer(place, pages, layer, share, profile)
+            _check_layer(layer, pages, heads, profile.layers[place], profile)
             self._pages.append(pages)
         if config.encodes or profile.recipe.recompute:
-            for place, pages in enumerate(self._pages):
-                pages.share_layout(self._pages[:place])
+            layouts: dict[tuple[Any, ...], torch.Tensor] = {}
+            for pages in self._pages:
+                pages.measure(layouts)
         self._recomputer = None
         if profile.recipe.recompute:
             own_layers = [by_index[index][0] for index in indices]
@@ -155,14 +152,8 @@ class WorkerSide:
             self._saver.copy(copy)
 
     def done(self, ended: Iterable[str]) -> KVConnectorTransferResults:
-        """Finish a step by writing loaded blocks to pages.
-
-        Args:
-            ended: Ids of requests that have ended.
-
-        Returns:
-            Requests whose loads completed since the last call.
-        """
+        """Finish a step by writing loaded blocks to pages. Returns the requests whose loads
+        completed since the last call. ``ended``: ids of requests that have ended."""
         self._saver.forget(ended)
         for request_id in [key for key, loading in self._loading.items() if loading.blocks.done()]:
             self._finish(self._loading.pop(request_id))
@@ -205,7 +196,7 @@ class WorkerSide:
         except LoadError as error:
             logger.warning("Request %s failed: %s", request_id, error)
             if recomputes:
-                self._end(request_id, _Loaded(None, 0, loading.since))
+                self._end(request_id, None)
             else:
                 self._fail(request_id)
             return
@@ -218,39 +209,32 @@ class WorkerSide:
         self._fetches[request_id] = Fetch(seconds, quantized)
         self._done.finished_recving.add(request_id)
 
-    def _end(self, request_id: str, loaded: _Loaded) -> None:
+    def _end(self, request_id: str, loaded: _Loaded | None) -> None:
         """Report the end of a load to the scheduler, which then orders the recomputation."""
         self._waiting[request_id] = loaded
-        self._ended[request_id] = Ended(1, int(loaded.order is None))
+        self._ended[request_id] = Ended(1, int(loaded is None))
 
     def _recompute(self, request_id: str, *, is_used: bool) -> None:
         """Recompute the tokens of a request whose load has ended on all ranks."""
         loaded = self._waiting.pop(request_id)
-        if loaded.order is None:
+        if loaded is None:
             self._fail(request_id)
             return
         self._done.finished_recving.add(request_id)
         if not is_used or self._recomputer is None:
             return
-        plan = loaded.order.plan
-        chosen = self._recomputer.recompute(
-            loaded.order.token_ids,
-            # There is only one group, because no layer has a window.
-            self._pages[0].group.slots(
-                loaded.order.pages, range(plan.context_tokens), self._pages[0].device
-            ),
-            plan.lengths,
-            plan.may_change,
-            self._profile.recomputed_tokens(plan),
-        )
+        plan, pages = loaded.order.plan, self._pages[0]
+        # There is only one group, because no layer has a window.
+        slots = pages.group.slots(loaded.order.pages, range(plan.context_tokens), pages.device)
+        count = self._profile.recomputed_tokens(plan)
+        chosen = self._recomputer.recompute(loaded.order.token_ids, slots, plan, count)
         ends = [bisect_left(chosen, end) for end in accumulate(plan.lengths)]
         recomputed = tuple(end - start for start, end in pairwise([0, *ends]))
         seconds = time.monotonic() - loaded.since
         self._fetches[request_id] = Fetch(seconds, loaded.int8_blocks, recomputed)
 
     def _write(self, order: Load, wanted: Sequence[BlockId], blocks: Sequence[BlockKV]) -> None:
-        """Write blocks to the slots after the computed tokens, whose pages other requests may
-        share."""
+        """Write blocks to the slots after the computed tokens."""
         device = self._pages[0].device
         placed = [
             PlacedBlock(_on(device, kv), one.start, one.start)
@@ -301,9 +285,8 @@ def _own_layers(indices: Sequence[int], ranks: int, profile: ModelProfile) -> ra
     return own
 
 
-def _check_stores_latents(place: int, layer: Any, profile: ModelProfile) -> None:
+def _check_stores_latents(layer: Any, described: LayerProfile, profile: ModelProfile) -> None:
     """Raise ServingError if vLLM runs latent attention as ordinary multi-head attention."""
-    described = profile.layers[place]
     if described.is_latent and getattr(layer, "kv_lora_rank", None) is None:
         raise ServingError(
             f"Layer {described.index} of {profile.name} has latent attention (MLA), but vLLM "
@@ -313,10 +296,9 @@ def _check_stores_latents(place: int, layer: Any, profile: ModelProfile) -> None
 
 
 def _check_layer(
-    place: int, pages: LayerPages, layer: Any, share: Share, profile: ModelProfile
+    layer: Any, pages: LayerPages, heads: range, described: LayerProfile, profile: ModelProfile
 ) -> None:
     """Raise ServingError if a layer's pages do not match the profile."""
-    described, heads = profile.layers[place], share.heads[share.layers.index(place)]
     expected = (len(heads), described.key_size, described.value_size)
     if pages.sizes != expected:
         raise ServingError(
