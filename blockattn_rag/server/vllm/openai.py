@@ -32,7 +32,7 @@ Recognizer = Callable[[Spans], Spans]
 
 
 class TokenPrompt(NamedTuple):
-    """Token ids of a prompt, and its split into blocks; see ``BlockPlan``. No lengths: full mode."""
+    """Token ids of a prompt, and its split as in ``BlockPlan``. In full mode, it is not split."""
 
     token_ids: list[int]
     lengths: tuple[int, ...] = ()

@@ -35,7 +35,7 @@ arguments are the layer index, and the keys and values of the tokens in the pass
 
 
 class Recomputer:
-    """Recomputes tokens in requests' pages. ``layers`` are the model's attention layers, in order."""
+    """Recomputes tokens in requests' pages. ``layers`` are all attention layers, in order."""
 
     def __init__(
         self, layers: Sequence[Any], pages: Sequence[LayerPages], engine: VllmConfig

@@ -123,11 +123,9 @@ class RequestReader:
             if request.echo:
                 raise ProtocolError("echo is not supported with passages or tools; remove it")
             _set_tokens(request, prompt.token_ids, {})
-        if self.config.tenant_secret is not None:
+        if (secret := self.config.tenant_secret) is not None:
             namespace = self.namespace(headers)
-            request.cache_salt = full_mode_salt(
-                self.config.tenant_secret, namespace, request.cache_salt
-            )
+            request.cache_salt = full_mode_salt(secret, namespace, request.cache_salt)
 
     def block_mode(
         self, request: Any, prompt: TokenPrompt, headers: Headers
