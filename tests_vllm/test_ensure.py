@@ -79,23 +79,35 @@ def store(tmp_path: Path) -> DirectoryStore:
     return DirectoryStore(tmp_path / "kv")
 
 
+@pytest.fixture
+def client(reference: Reference, store: DirectoryStore) -> Client:
+    return Client(reference, store)
+
+
+@pytest.fixture
+def full_client(reference: Reference, store: DirectoryStore) -> Client:
+    """Client of an engine whose store is full."""
+    return Client(reference, store, unstored="No space left on device")
+
+
+@pytest.fixture
+def blocks(reference: Reference) -> list[Encodable]:
+    """Blocks of a prompt that repeats its first passage."""
+    blocks = reference.case(1).blocks
+    keep = [STORED] * (len(blocks) + 1)
+    return encodables([*blocks, blocks[1]], "", reference.profile, opens_prompt=True, keep=keep)
+
+
 def ensurer_of(client: Client, **options: Any) -> BlockEnsurer:
     reference = client.reference
     config = ServingConfig.parse(reference.options(store=str(client.store.path), **options))
     return BlockEnsurer(client, client.store, config, reference.profile)
 
 
-def blocks_of(reference: Reference) -> list[Encodable]:
-    blocks = reference.case(1).blocks
-    blocks, keep = [*blocks, blocks[1]], [STORED] * (len(blocks) + 1)
-    return encodables(blocks, "", reference.profile, opens_prompt=True, keep=keep)
-
-
 def test_a_block_is_encoded_once_for_concurrent_requests(
-    reference: Reference, store: DirectoryStore
+    client: Client, blocks: list[Encodable]
 ) -> None:
-    client = Client(reference, store)
-    ensurer, blocks = ensurer_of(client), blocks_of(reference)
+    ensurer = ensurer_of(client)
 
     async def all_at_once() -> list[list[bool]]:
         return await asyncio.gather(*(ensurer.ensure(blocks) for _ in range(4)))
@@ -105,9 +117,8 @@ def test_a_block_is_encoded_once_for_concurrent_requests(
     assert asyncio.run(ensurer_of(client).ensure(blocks)) == [False] * len(blocks)
 
 
-def test_leaving_does_not_affect_other_waiters(reference: Reference, store: DirectoryStore) -> None:
-    client = Client(reference, store)
-    ensurer, blocks = ensurer_of(client), blocks_of(reference)
+def test_leaving_does_not_affect_other_waiters(client: Client, blocks: list[Encodable]) -> None:
+    ensurer = ensurer_of(client)
 
     async def one_leaves() -> list[bool]:
         first = asyncio.create_task(ensurer.ensure(blocks))
@@ -123,11 +134,10 @@ def test_leaving_does_not_affect_other_waiters(reference: Reference, store: Dire
 
 
 def test_blocks_without_waiting_requests_are_not_encoded(
-    reference: Reference, store: DirectoryStore, monkeypatch: pytest.MonkeyPatch
+    client: Client, blocks: list[Encodable], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ensure, "_AT_ONCE", 1)
-    client = Client(reference, store)
-    ensurer, blocks = ensurer_of(client), blocks_of(reference)
+    ensurer = ensurer_of(client)
 
     async def all_leave() -> list[bool]:
         first = asyncio.create_task(ensurer.ensure(blocks))
@@ -143,25 +153,22 @@ def test_blocks_without_waiting_requests_are_not_encoded(
 
 
 def test_concurrent_encoding_is_limited_by_the_write_queue(
-    reference: Reference, store: DirectoryStore, monkeypatch: pytest.MonkeyPatch
+    reference: Reference, client: Client, blocks: list[Encodable], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    blocks = blocks_of(reference)
     longest = max(len(one.block.ids) for one in blocks)
     monkeypatch.setattr(ensure, "QUEUE_BYTES", longest * reference.profile.bytes_per_token)
-    client = Client(reference, store)
     asyncio.run(ensurer_of(client).ensure(blocks))
     assert len(client.asked) == len(blocks) - 1
     assert client.most_at_once == 1
 
 
 def test_nothing_is_encoded_for_an_unwritable_store(
-    reference: Reference, store: DirectoryStore, monkeypatch: pytest.MonkeyPatch
+    store: DirectoryStore, client: Client, blocks: list[Encodable], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ensure, "_STORED_WITHIN_S", 0.01)
     now, put = [0.0], store.put
     monkeypatch.setattr(store, "put", lambda _key, _kv: None)
-    client = Client(reference, store)
-    ensurer, blocks = ensurer_of(client), blocks_of(reference)
+    ensurer = ensurer_of(client)
     ensurer._storing = CircuitBreaker(3, 30.0, clock=lambda: now[0])
 
     async def ask() -> list[bool]:
@@ -180,54 +187,52 @@ def test_nothing_is_encoded_for_an_unwritable_store(
 
 
 def test_with_a_full_store_blocks_are_kept_in_memory(
-    reference: Reference, store: DirectoryStore
+    store: DirectoryStore, full_client: Client, blocks: list[Encodable]
 ) -> None:
-    client = Client(reference, store, unstored="No space left on device")
-    ensurer, blocks = ensurer_of(client), blocks_of(reference)
+    ensurer = ensurer_of(full_client)
     began = time.monotonic()
     assert asyncio.run(ensurer.ensure(blocks)) == [True] * len(blocks)
     assert time.monotonic() - began < 10
-    assert client.kept == [IN_MEMORY] * (len(blocks) - 1)
+    assert full_client.kept == [IN_MEMORY] * (len(blocks) - 1)
     assert asyncio.run(ensurer.ensure(blocks)) == [False] * len(blocks)
     assert list(store.keys()) == []
 
 
-def test_must_store_raises_the_reason(reference: Reference, store: DirectoryStore) -> None:
-    client = Client(reference, store, unstored="No space left on device")
-    ensurer, blocks = ensurer_of(client), blocks_of(reference)
+def test_must_store_raises_the_reason(full_client: Client, blocks: list[Encodable]) -> None:
+    ensurer = ensurer_of(full_client)
     began = time.monotonic()
     for _ in range(2):  # the second time, nothing is attempted
         with pytest.raises(ServingError, match="not stored: No space left on device"):
             asyncio.run(ensurer.ensure(blocks, must_store=True))
     assert time.monotonic() - began < 10
-    assert client.kept == []
+    assert full_client.kept == []
 
 
 def test_a_full_store_without_private_memory_is_an_error(
-    reference: Reference, store: DirectoryStore
+    full_client: Client, blocks: list[Encodable]
 ) -> None:
-    client = Client(reference, store, unstored="No space left on device")
-    ensurer = ensurer_of(client, private_memory="0")
+    ensurer = ensurer_of(full_client, private_memory="0")
     with pytest.raises(ServingError, match="not stored: No space left on device"):
-        asyncio.run(ensurer.ensure(blocks_of(reference)))
+        asyncio.run(ensurer.ensure(blocks))
 
 
 def test_waiting_for_an_unresponsive_store_times_out(
-    reference: Reference, store: DirectoryStore, monkeypatch: pytest.MonkeyPatch
+    store: DirectoryStore, client: Client, blocks: list[Encodable], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ensure, "_ANSWERED_WITHIN_S", 0.01)
     answers = threading.Event()
     monkeypatch.setattr(store, "touch", lambda _key: answers.wait())
     try:
         with pytest.raises(StoreError, match="did not respond within"):
-            asyncio.run(ensurer_of(Client(reference, store)).ensure(blocks_of(reference)))
+            asyncio.run(ensurer_of(client).ensure(blocks))
     finally:
         answers.set()
 
 
 def test_store_locations_are_logged_but_hidden_from_clients(
-    reference: Reference,
     store: DirectoryStore,
+    client: Client,
+    blocks: list[Encodable],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -239,25 +244,23 @@ def test_store_locations_are_logged_but_hidden_from_clients(
         caplog.at_level(logging.WARNING, "blockattn_rag"),
         pytest.raises(CorruptEntryError, match="see the server's log") as raised,
     ):
-        asyncio.run(ensurer_of(Client(reference, store)).ensure(blocks_of(reference)))
+        asyncio.run(ensurer_of(client).ensure(blocks))
     assert str(store.path) not in str(raised.value)
     assert f"{store.path}/" in caplog.text
 
 
-def test_a_read_only_server_reports_missing_blocks(
-    reference: Reference, store: DirectoryStore
-) -> None:
-    client = Client(reference, store)
-    blocks = blocks_of(reference)
+def test_a_read_only_server_reports_missing_blocks(client: Client, blocks: list[Encodable]) -> None:
     with pytest.raises(MissError, match=f"{len(blocks) - 1} of {len(blocks)} blocks"):
         asyncio.run(ensurer_of(client, read_only=True).ensure(blocks))
     assert client.asked == []
 
 
-def test_encoding_errors_are_reported(reference: Reference, store: DirectoryStore) -> None:
+def test_encoding_errors_are_reported(
+    reference: Reference, store: DirectoryStore, blocks: list[Encodable]
+) -> None:
     client = Client(reference, store, reason="error")
     with pytest.raises(ServingError, match="finish reason 'error'"):
-        asyncio.run(ensurer_of(client).ensure(blocks_of(reference)))
+        asyncio.run(ensurer_of(client).ensure(blocks))
 
 
 def kept_of(reference: Reference, *keep: Keep) -> list[Encodable]:
@@ -267,9 +270,8 @@ def kept_of(reference: Reference, *keep: Keep) -> list[Encodable]:
 
 
 def test_a_read_only_server_encodes_for_its_memory(
-    reference: Reference, store: DirectoryStore
+    reference: Reference, store: DirectoryStore, client: Client
 ) -> None:
-    client = Client(reference, store)
     ensurer = ensurer_of(client, read_only=True)
     blocks = kept_of(reference, IN_MEMORY, PRIVATE, PRIVATE)
     for encoded in (True, False):
@@ -281,20 +283,20 @@ def test_a_read_only_server_encodes_for_its_memory(
 
 
 def test_stored_blocks_are_not_used_as_private_blocks(
-    reference: Reference, store: DirectoryStore
+    reference: Reference, store: DirectoryStore, client: Client
 ) -> None:
     blocks = kept_of(reference, IN_MEMORY, PRIVATE)
     for one in kept_of(reference, STORED, STORED):
         store.put(one.key, reference.encoded(one.token_ids))
-    client = Client(reference, store)
     for thorough in (False, True):
         found = asyncio.run(ensurer_of(client).ensure(blocks, thorough=thorough))
         assert found == [False, True]
     assert client.kept == [PRIVATE] * 2
 
 
-def test_a_block_in_memory_is_stored_later(reference: Reference, store: DirectoryStore) -> None:
-    client = Client(reference, store)
+def test_a_block_in_memory_is_stored_later(
+    reference: Reference, store: DirectoryStore, client: Client
+) -> None:
     ensurer = ensurer_of(client)
     assert asyncio.run(ensurer.ensure(kept_of(reference, IN_MEMORY))) == [True]
     (block,) = kept_of(reference, STORED)
@@ -311,8 +313,7 @@ def test_a_block_in_memory_is_stored_later(reference: Reference, store: Director
     assert len(client.asked) == 2
 
 
-def test_a_read_only_server_stores_nothing(reference: Reference, store: DirectoryStore) -> None:
-    client = Client(reference, store)
+def test_a_read_only_server_stores_nothing(reference: Reference, client: Client) -> None:
     ensurer = ensurer_of(client, read_only=True)
     assert asyncio.run(ensurer.ensure(kept_of(reference, IN_MEMORY))) == [True]
     assert asyncio.run(ensurer.ensure(kept_of(reference, STORED))) == [False]
@@ -321,10 +322,7 @@ def test_a_read_only_server_stores_nothing(reference: Reference, store: Director
         asyncio.run(ensurer.ensure(kept_of(reference, STORED), thorough=True))
 
 
-def test_too_many_blocks_are_refused_before_encoding(
-    reference: Reference, store: DirectoryStore
-) -> None:
-    client = Client(reference, store)
+def test_too_many_blocks_are_refused_before_encoding(reference: Reference, client: Client) -> None:
     blocks = kept_of(reference, PRIVATE, PRIVATE)
     room = sum(one.tokens for one in blocks) * reference.profile.bytes_per_token
     with pytest.raises(ProtocolError, match="raise private_memory"):
