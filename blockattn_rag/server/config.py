@@ -165,22 +165,16 @@ class ServingConfig:
         """Whether this server encodes blocks, to store them or to keep them in memory."""
         return not self.read_only or self.private_bytes > 0
 
-    @property
-    def tier_names(self) -> tuple[str, ...]:
-        """Names of each rank's tiers, fastest first."""
-        between = (name for name in ("disk", "cache") if getattr(self, name) is not None)
-        return ("memory", *between, "home")
+    def nearer_tiers(self, profile: ModelProfile, share: Share) -> dict[str, str | KVStore]:
+        """Tiers of a rank before the home by name, fastest first.
 
-    def nearer_tiers(self, profile: ModelProfile, share: Share) -> list[str | KVStore]:
-        """Tiers of a rank before the home, fastest first.
-
-        Each tier's name includes the model and the share, so that other models and ranks cannot
-        read this rank's parts of blocks.
+        Their folder and prefix include the model and the share, so that other models and ranks
+        cannot read this rank's parts of blocks.
         """
         name = f"{profile.fingerprint[:16]}/{share.name}"
-        tiers: list[str | KVStore] = [f"memory:{self.memory}"]
+        tiers: dict[str, str | KVStore] = {"memory": f"memory:{self.memory}"}
         if self.disk is not None:
-            tiers.append(str(Path(self.disk) / name))
+            tiers["disk"] = str(Path(self.disk) / name)
         if self.cache is not None:
-            tiers.append(RedisStore(self.cache, prefix=f"blockattn-rag:{name}:"))
+            tiers["cache"] = RedisStore(self.cache, prefix=f"blockattn-rag:{name}:")
         return tiers

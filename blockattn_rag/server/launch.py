@@ -15,10 +15,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, closing, suppress
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import psutil
 
@@ -207,7 +207,7 @@ def vllm_environment(given: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-class VllmServer:
+class VllmServer(AbstractContextManager["VllmServer"]):
     """vLLM's API server in a separate process group. All its processes are stopped when the context
     manager exits, or when this process ends, even by SIGKILL.
     """
@@ -241,12 +241,6 @@ class VllmServer:
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.stop()
-
     def wait_until_healthy(
         self, host: str, port: int, report: Callable[[float], None], limit_s: float = HEALTHY_S
     ) -> None:
@@ -271,7 +265,7 @@ class VllmServer:
         self._process.wait()
         raise self._ended("while it was serving")
 
-    def stop(self) -> None:
+    def __exit__(self, *exception: object) -> None:
         """Stop the server with SIGTERM, and kill its remaining processes after ``STOP_S``."""
         if self._process.poll() is None:
             self._log(f"Stopping vLLM, which takes up to {STOP_S:.0f} s if requests are running")
@@ -308,11 +302,9 @@ class VllmServer:
 
 
 def _is_healthy(host: str, port: int) -> bool:
-    connection = http.client.HTTPConnection(host, port, timeout=10)
-    try:
-        connection.request("GET", "/health")
-        return connection.getresponse().status == http.HTTPStatus.OK
-    except (OSError, http.client.HTTPException):
-        return False
-    finally:
-        connection.close()
+    with closing(http.client.HTTPConnection(host, port, timeout=10)) as connection:
+        try:
+            connection.request("GET", "/health")
+            return connection.getresponse().status == http.HTTPStatus.OK
+        except (OSError, http.client.HTTPException):
+            return False

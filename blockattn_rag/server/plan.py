@@ -118,15 +118,11 @@ class BlockPlan:
         Args:
             secret: The server's tenant secret. Without it, the plan contains no namespace.
         """
-        fields: dict[str, Any] = {"v": PROTOCOL_VERSION, "op": self.op, "lengths": [*self.lengths]}
-        if {*self.keep} != {PRIVATE}:
-            fields["keep"] = [[*keep] for keep in self.keep]
-        if self.fixed:
-            fields["fixed"] = list(self.fixed)
-        if self.opens_prompt:
-            fields["opens_prompt"] = True
-        if secret is not None:
-            fields |= {"namespace": self.namespace, "mac": self.signature(secret)}
+        fields = {"v": PROTOCOL_VERSION, **dataclasses.asdict(self)}
+        if secret is None:
+            del fields["namespace"]
+        else:
+            fields["mac"] = self.signature(secret)
         return {FIELD: fields}
 
     def signature(self, secret: str) -> str:

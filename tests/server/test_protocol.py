@@ -55,23 +55,22 @@ nearly = st.fixed_dictionaries(
 # -- plans -----------------------------------------------------------------------------------------
 
 
-def test_plans_survive_a_round_trip() -> None:
-    plan = BlockPlan("complete", (3, 2))
+@pytest.mark.parametrize(
+    "plan",
+    [
+        BlockPlan("complete", (3, 2)),
+        BlockPlan("complete", (3, 2), keep=(IN_MEMORY, PRIVATE), fixed=(1,)),
+        BlockPlan("encode", (3,), keep=(STORED,), opens_prompt=True),
+    ],
+)
+def test_plans_survive_a_round_trip(plan: BlockPlan) -> None:
     assert parse_plan(json.loads(json.dumps(plan.to_dict())), 6) == plan
-    assert plan.context_tokens == 5
-    assert plan.to_dict() == {"blockattn": {"v": 2, "op": "complete", "lengths": [3, 2]}}
+    assert plan.context_tokens == sum(plan.lengths)
 
 
-def test_plans_list_where_blocks_are_kept_unless_all_are_private() -> None:
-    plan = BlockPlan("complete", (3, 2), keep=(IN_MEMORY, PRIVATE))
-    told = plan.to_dict()["blockattn"]
-    keep = [[False, False], [True, False]]
-    assert told == {"v": 2, "op": "complete", "lengths": [3, 2], "keep": keep}
-    assert parse_plan(json.loads(json.dumps(plan.to_dict())), 6) == plan
+def test_blocks_are_private_by_default() -> None:
     private = BlockPlan("complete", (3, 2), keep=(PRIVATE, PRIVATE))
-    assert private == BlockPlan("complete", (3, 2))
-    assert parse_plan(asked(), 6) == private
-    assert "keep" not in private.to_dict()["blockattn"]
+    assert private == BlockPlan("complete", (3, 2)) == parse_plan(asked(), 6)
 
 
 _OF_TENANTS = (

@@ -49,6 +49,12 @@ class KVGroup(NamedTuple):
         return slots[tokens.start % size :][: len(tokens)]
 
 
+def sizes_of(layer: Any) -> Sizes:
+    if (latent := getattr(layer, "kv_lora_rank", None)) is not None:
+        return 1, layer.head_size - latent, latent
+    return layer.num_kv_heads, layer.head_size, getattr(layer, "head_size_v", layer.head_size)
+
+
 class LayerPages:
     """Pages of one layer in the engine.
 
@@ -66,17 +72,11 @@ class LayerPages:
     def __init__(self, layer: Any, group: KVGroup, *, interleaves_keys: bool = False) -> None:
         self._layer = layer
         self.group = group
+        self.sizes = sizes_of(layer)
         self._interleaves_keys = interleaves_keys
         self._places: Tensor
         """Index into the flattened page for each element of keys ``[tokens, heads, size]``, then of
         values, with the dimensions of keys in the order of ``write``. Set by ``measure``."""
-
-    @property
-    def sizes(self) -> Sizes:
-        layer = self._layer
-        if (latent := getattr(layer, "kv_lora_rank", None)) is not None:
-            return 1, layer.head_size - latent, latent
-        return layer.num_kv_heads, layer.head_size, getattr(layer, "head_size_v", layer.head_size)
 
     @property
     def device(self) -> torch.device:

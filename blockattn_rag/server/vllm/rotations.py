@@ -1,10 +1,7 @@
 """Startup check that vLLM rotates keys with the profile's layouts.
 
-vLLM's attention layers have no reference to the module that rotates their keys. vLLM creates these
-modules with ``get_rope``, one per layout, and stores them in ``_ROPE_DICT``. The check runs them on
-random keys at two positions.
-
-The check detects a layout that vLLM does not have, for example one with another base or scaling. It
+vLLM's attention layers have no reference to the module that rotates their keys. vLLM stores these
+modules, one per layout, in ``_ROPE_DICT``. The check runs them on random keys at two positions. It
 cannot detect swapped layouts, because vLLM does not record which layer uses which.
 
 The keys of latent attention are views of a wider tensor, with a dimension for their single head.

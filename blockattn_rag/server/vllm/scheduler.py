@@ -294,19 +294,16 @@ class SchedulerSide:
             reason = "it is not a single prompt with a single answer"
         elif request.lora_request:
             reason = "blocks are encoded and read without any LoRA adapter"
+        elif plan.op == "encode" and plan.keep[0].is_stored:
+            reason = "the server is read_only" if self._config.read_only else None
         elif plan.op == "encode":
-            reason = self._why_not_kept(plan)
+            has_room = plan.context_tokens <= self._config.private_tokens(self._profile)
+            reason = None if has_room else "the block does not fit in private_memory"
         if reason is not None:
             raise ProtocolError(f"Block mode is not possible for op={plan.op!r}: {reason}")
         if plan.op == "encode":
             # Check the tokens before the block.
             block_keys(token_ids or (), plan, self._profile)
-
-    def _why_not_kept(self, plan: BlockPlan) -> str | None:
-        if plan.keep[0].is_stored:
-            return "the server is read_only" if self._config.read_only else None
-        has_room = plan.context_tokens <= self._config.private_tokens(self._profile)
-        return None if has_room else "the block does not fit in private_memory"
 
 
 def _set_salt(request: Request, cache_salt: str | None) -> None:

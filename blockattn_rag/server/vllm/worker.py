@@ -28,7 +28,7 @@ from blockattn_rag.server.loader import BlockLoader
 from blockattn_rag.server.profile import LayerProfile, ModelProfile
 from blockattn_rag.server.shares import Share, open_share
 from blockattn_rag.server.vllm.metrics import Counters, Ended, Fetch, ServingStats, WorkerReport
-from blockattn_rag.server.vllm.pages import KVGroup, LayerPages
+from blockattn_rag.server.vllm.pages import KVGroup, LayerPages, sizes_of
 from blockattn_rag.server.vllm.recomputing import Recomputer
 from blockattn_rag.server.vllm.rotations import check_rotations
 from blockattn_rag.server.vllm.saver import BlockSaver
@@ -100,26 +100,27 @@ class WorkerSide:
         own = _own_layers(indices, pipe.world_size, profile)
         share = Share.of(profile, group.rank_in_group, group.world_size, own)
         self._share = share
-        for place, index in zip(own, indices, strict=True):
-            _check_stores_latents(by_index[index][0], profile.layers[place], profile)
+        own_layers = [by_index[index] for index in indices]
+        for place, heads, (layer, _) in zip(own, share.heads, own_layers, strict=True):
+            _check_layer(layer, len(heads), profile.layers[place], profile.name)
         interleaved = check_rotations(profile, own)
-        self._pages: list[LayerPages] = []
-        for place, heads, index in zip(own, share.heads, indices, strict=True):
-            layer, page_group = by_index[index]
-            pages = LayerPages(layer, page_group, interleaves_keys=place in interleaved)
-            _check_layer(layer, pages, heads, profile.layers[place], profile)
-            self._pages.append(pages)
+        self._pages = [
+            LayerPages(layer, page_group, interleaves_keys=place in interleaved)
+            for place, (layer, page_group) in zip(own, own_layers, strict=True)
+        ]
         if config.encodes or profile.recipe.recompute:
             layouts: dict[tuple[Any, ...], torch.Tensor] = {}
             for pages in self._pages:
                 pages.measure(layouts)
         self._recomputer = None
         if profile.recipe.recompute:
-            own_layers = [by_index[index][0] for index in indices]
-            self._recomputer = Recomputer(own_layers, self._pages, engine)
+            layers_only = [layer for layer, _ in own_layers]
+            self._recomputer = Recomputer(layers_only, self._pages, engine)
         home = open_store(config.store)
         tiers = config.nearer_tiers(profile, share)
-        self._store = TieredStore(*tiers, open_share(home, share, profile), pause_s=_PAUSE_S)
+        rest = open_share(home, share, profile)
+        self._store = TieredStore(*tiers.values(), rest, pause_s=_PAUSE_S)
+        self._tier_names = (*tiers, "home")
         self._tiers = self._store.tier_stats()
         # All ranks keep the same number of tokens, so that they evict the same blocks.
         private_bytes = config.private_tokens(profile) * share.bytes_per_token(profile)
@@ -172,7 +173,7 @@ class WorkerSide:
     def counted(self) -> ServingStats | None:
         """Return and reset the counts since the last call. None if there are none."""
         before, self._tiers = self._tiers, self._store.tier_stats()
-        self._stats.count_tiers(before, self._tiers, self._config.tier_names)
+        self._stats.count_tiers(before, self._tiers, self._tier_names)
         return self._stats.taken()
 
     def close(self) -> None:
@@ -285,25 +286,19 @@ def _own_layers(indices: Sequence[int], ranks: int, profile: ModelProfile) -> ra
     return own
 
 
-def _check_stores_latents(layer: Any, described: LayerProfile, profile: ModelProfile) -> None:
-    """Raise ServingError if vLLM runs latent attention as ordinary multi-head attention."""
+def _check_layer(layer: Any, heads: int, described: LayerProfile, model: str) -> None:
+    """Raise ServingError if a layer's pages do not match the profile."""
     if described.is_latent and getattr(layer, "kv_lora_rank", None) is None:
         raise ServingError(
-            f"Layer {described.index} of {profile.name} has latent attention (MLA), but vLLM "
-            "stores keys and values of all heads. Unset VLLM_MLA_DISABLE; if it is not set, vLLM "
-            "does not support latent attention for this model: use it in process"
+            f"Layer {described.index} of {model} has latent attention (MLA), but vLLM stores keys "
+            "and values of all heads. Unset VLLM_MLA_DISABLE; if it is not set, vLLM does not "
+            "support latent attention for this model: use it in process"
         )
-
-
-def _check_layer(
-    layer: Any, pages: LayerPages, heads: range, described: LayerProfile, profile: ModelProfile
-) -> None:
-    """Raise ServingError if a layer's pages do not match the profile."""
-    expected = (len(heads), described.key_size, described.value_size)
-    if pages.sizes != expected:
+    found, expected = sizes_of(layer), (heads, described.key_size, described.value_size)
+    if found != expected:
         raise ServingError(
-            f"Layer {described.index} has (heads, key size, value size) {pages.sizes}, expected "
-            f"{expected} from the config of {profile.name}"
+            f"Layer {described.index} has (heads, key size, value size) {found}, expected "
+            f"{expected} from the config of {model}"
         )
     if not hasattr(layer.impl, "do_kv_cache_update"):
         raise ServingError(
