@@ -157,7 +157,6 @@ class ServingConfig:
         return bytes_of(self.private_memory)
 
     def private_tokens(self, profile: ModelProfile) -> int:
-        """Number of tokens that fit in ``private_memory``."""
         return self.private_bytes // profile.bytes_per_token
 
     @property

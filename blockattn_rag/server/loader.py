@@ -111,11 +111,8 @@ class BlockLoader:
         kept = find_blocks(own, self._kept.get_many, self._outline).blocks
         absent = [block for block, kv in zip(blocks, kept, strict=True) if kv is None]
         stored, errors = find_blocks(absent, get_many, self._outline)
-        found = {
-            block.place: kv
-            for block, kv in zip([*blocks, *absent], [*kept, *stored], strict=True)
-            if kv is not None
-        }
+        pairs = zip([*blocks, *absent], [*kept, *stored], strict=True)
+        found = {block.place: kv for block, kv in pairs if kv is not None}
         if missing := [block for block in absent if block.place not in found]:
             raise _failure(missing, errors)
         return found
@@ -127,7 +124,6 @@ def _not_loaded(blocks: Sequence[BlockId], why: object) -> LoadError:
 
 
 def _failure(missing: Sequence[BlockId], errors: Mapping[str, StoreError]) -> LoadError:
-    """Create a LoadError that names the first missing block and the reason."""
     first = missing[0]
     others = f", and {len(missing) - 1} more" if len(missing) > 1 else ""
     absence = "it is in no reachable store"

@@ -302,7 +302,6 @@ class Journal:
             return None
 
     def add(self, server: str, body: EncodeBody, answer: EncodeAnswer) -> None:
-        """Record the passages of a completed request."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         records = [
             {

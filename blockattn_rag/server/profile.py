@@ -81,7 +81,6 @@ class ModelProfile:
     block_tuned: bool = False
 
     def recomputed_tokens(self, plan: BlockPlan) -> int:
-        """Number of tokens to recompute for a prompt."""
         return tokens_to_recompute(plan.lengths, plan.may_change, self.recipe.recompute)
 
     @property
@@ -91,7 +90,6 @@ class ModelProfile:
         return sum(sizes) * self.dtype.itemsize
 
     def block_bytes(self, tokens: int, kv_dtype: KVDtype = "model") -> int:
-        """Return the size of a block's keys, values and scales, in bytes."""
         if kv_dtype == "model":
             return tokens * self.bytes_per_token
         numbers = tokens * self.bytes_per_token // self.dtype.itemsize

@@ -54,14 +54,12 @@ class Share:
         return f"{found}-heads-{self.heads[0].start}-{self.heads[0].stop}"
 
     def token_outline(self, profile: ModelProfile) -> tuple[tuple[int, int, torch.dtype], ...]:
-        """``BlockKV.token_outline`` of this share."""
         own = [profile.layers[layer] for layer in self.layers]
         sizes = *(layer.key_size for layer in own), *(layer.value_size for layer in own)
         heads = (len(heads) for heads in self.heads * 2)
         return tuple((count, size, profile.dtype) for count, size in zip(heads, sizes, strict=True))
 
     def bytes_per_token(self, profile: ModelProfile) -> int:
-        """Unquantized size of one token's keys and values, in bytes."""
         outline = self.token_outline(profile)
         return sum(heads * size * dtype.itemsize for heads, size, dtype in outline)
 
@@ -109,7 +107,6 @@ class ShareStore(KVStore):
         return f"ShareStore({self.home!r}, heads={heads}, layers={self.share.layers})"
 
     def get_many(self, keys: Sequence[str]) -> list[ReadResult]:
-        """Read the shares of several entries, with one call to the home."""
         if not isinstance(self.home, MaintainedStore):
             return [self._cut(found) for found in self.home.get_many(keys)]
         return self.home.read_parts(keys, self._choose, self._head_bytes)

@@ -35,7 +35,6 @@ _NOT_RECOMPUTED = "it cannot recompute tokens; use a recipe with recompute=0, su
 def check_engine(
     engine: VllmConfig, cache: KVCacheConfig, config: ServingConfig, profile: ModelProfile
 ) -> None:
-    """Check that an engine gives exact answers in block mode."""
     reasons = [*_transfer(engine), *_parallel(engine, config), *_model(engine, profile)]
     reasons += [*_weights(engine), *_cache(engine, cache, config)]
     if profile.recipe.recompute:

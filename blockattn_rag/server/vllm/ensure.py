@@ -115,10 +115,8 @@ class BlockEnsurer:
         Args:
             must_store: Whether to raise an error if a storable block cannot be stored.
         """
-        found = await self.found(blocks, thorough=thorough)
-        absent = {
-            block.name: block for block, there in zip(blocks, found, strict=True) if not there
-        }
+        pairs = zip(blocks, await self.found(blocks, thorough=thorough), strict=True)
+        absent = {block.name: block for block, is_found in pairs if not is_found}
         late = [block for block in absent.values() if not thorough and self._kept.use(block.key)]
         missing = {name: block for name, block in absent.items() if block not in late}
         unstored = sum(block.in_store for block in missing.values())
@@ -224,10 +222,8 @@ class BlockEnsurer:
         self._storing.succeeded()
 
     async def _run_encoding(self, block: Encodable, request_id: str) -> None:
-        reason = None
-        asked = {"prompt_token_ids": block.token_ids}
-        params = block.plan.to_dict(self._secret)
-        async for output in self._generate(asked, params, request_id, 1):
+        reason, params = None, block.plan.to_dict(self._secret)
+        async for output in self._generate(block.token_ids, params, request_id, 1):
             reason = output.outputs[0].finish_reason
         if reason not in ("length", "stop"):
             raise ServingError(
@@ -241,15 +237,14 @@ class BlockEnsurer:
         while True:
             await asyncio.sleep(pause)
             name = f"blockattn-unsaved-{uuid.uuid4().hex}"
-            async for output in self._generate(
-                {"prompt_token_ids": [0]}, {UNSAVED: request_id}, name, _REPORTED_TOKENS
-            ):
+            asked = self._generate([0], {UNSAVED: request_id}, name, _REPORTED_TOKENS)
+            async for output in asked:
                 if why := (output.kv_transfer_params or {}).get(UNSAVED):
                     return str(why)
             pause = _ASKED_EVERY_S
 
     def _generate(
-        self, asked: dict[str, Any], params: dict[str, Any], request_id: str, tokens: int
+        self, token_ids: list[int], params: dict[str, Any], request_id: str, tokens: int
     ) -> AsyncGenerator[Any, None]:
         """Generate exactly ``tokens`` tokens, which are discarded."""
         sampling = SamplingParams(
@@ -259,8 +254,9 @@ class BlockEnsurer:
             detokenize=False,
             extra_args={"kv_transfer_params": params},
         )
+        prompt = {"prompt_token_ids": token_ids}
         outputs: AsyncGenerator[Any, None]
-        outputs = self._engine_client.generate(asked, sampling, request_id)
+        outputs = self._engine_client.generate(prompt, sampling, request_id)
         return outputs
 
     async def _asked(self, look: Callable[[BlockId], bool], block: BlockId) -> bool:
@@ -320,7 +316,6 @@ class KeptBlocks:
         self._sum -= self._tokens.pop(key, 0)
 
     def check_room(self, tokens: int) -> None:
-        """Raise ProtocolError if a prompt's private blocks exceed ``max_tokens``."""
         if tokens > self.max_tokens:
             raise ProtocolError(
                 f"The prompt has {tokens} tokens in private blocks, which must not be stored, but "
@@ -342,7 +337,6 @@ class Room:
 
     @asynccontextmanager
     async def taken(self, nbytes: int) -> AsyncGenerator[None, None]:
-        """Wait for room, and reserve it within the context."""
         async with self._turn:
             while self._running and (
                 self._running >= self._max_running or self._bytes + nbytes > self._max_bytes

@@ -58,7 +58,6 @@ class Prompts:
         return has_chat_template(self.tokenizer)
 
     def passage_ids(self, texts: Sequence[str]) -> list[list[int]]:
-        """Tokenize passages as in prompts. Raises ProtocolError."""
         blocks = (Block(text.strip(), CHAT.template) for text in texts)
         return [self._tokenizer.block_ids(block, first=False) for block in blocks]
 

@@ -117,7 +117,6 @@ class Recomputer:
     def _run(
         self, ids: Sequence[int], places: Tensor, attention: ChosenAttention, states: GetStates
     ) -> None:
-        """Run the model on tokens at positions ``places``."""
         with (
             _attending(self._layers, attention, states),
             set_forward_context(None, self._engine, num_tokens=len(ids), skip_compiled=True),
@@ -174,7 +173,6 @@ class _Attention:
 def _attending(
     layers: Sequence[Any], attention: ChosenAttention, states: GetStates
 ) -> Iterator[None]:
-    """Replace the attention of all layers within the context."""
     backends = [layer.impl for layer in layers]
     try:
         for index, (layer, backend) in enumerate(zip(layers, backends, strict=True)):

@@ -111,7 +111,6 @@ class RequestReader:
         return tuple(model.name for model in self.models.base_model_paths)
 
     def passages(self, texts: Sequence[Sequence[int]], headers: Headers) -> list[Encodable]:
-        """Create the blocks of passages from their token ids. Raises ProtocolError."""
         keep = [STORED] * len(texts)
         return self._encodables(texts, self.namespace(headers), keep, opens_prompt=False)
 
@@ -239,7 +238,6 @@ class RequestReader:
 
 
 def _set_tokens(request: Any, token_ids: list[int], params: dict[str, Any]) -> None:
-    """Set a prompt's token ids and additional ``kv_transfer_params`` in vLLM's request."""
     if hasattr(request, "messages"):
         request.kv_transfer_params = {"prompt_token_ids": token_ids, **params}
     else:

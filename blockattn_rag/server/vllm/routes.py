@@ -108,7 +108,6 @@ async def completions(fields: _JsonBody, raw_request: Request) -> Response:
 
 
 def _read_chat(fields: Any) -> tuple[ChatBody, ChatCompletionRequest]:
-    """Parse the body of a chat, for this package and for vLLM. Raises ProtocolError."""
     body = ChatBody.from_dict(fields)
     request: ChatCompletionRequest = _vllm_request(ChatCompletionRequest, body.fields)
     # vLLM ignores the token ids of chats with media.
@@ -136,7 +135,6 @@ async def _response(
     serve: Callable[[Any, Any, Request], Awaitable[Answer]],
     raw_request: Request,
 ) -> Response:
-    """Return vLLM's answer in the same format as vLLM's routes."""
     body, request = await asyncio.to_thread(read, fields)
     answer = await serve(body, request, raw_request)
     if isinstance(answer, ErrorResponse):

@@ -76,13 +76,11 @@ class BlockSaver:
         self._lock = threading.Lock()
 
     def copy(self, copy: Copy) -> None:
-        """Copy the keys and values that a step computed from their pages."""
         if copy.tokens.start == 0:  # Also handles preemption.
             self._parts[copy.request_id] = []
         self._parts[copy.request_id].append([self._read(pages, copy) for pages in self._pages])
 
     def forget(self, request_ids: Iterable[str]) -> None:
-        """Delete the copies of finished requests."""
         for request_id in request_ids:
             self._parts.pop(request_id, None)
 
@@ -185,9 +183,9 @@ class BlockSaver:
         whole = []
         for place, shape in enumerate(shapes):
             # If there are more ranks than heads, several ranks have the same head.
+            pairs = zip(shares, parts, strict=True)
             by_heads = {
-                share.heads[place // 2].start: part[place].view(shape)
-                for share, part in zip(shares, parts, strict=True)
+                share.heads[place // 2].start: part[place].view(shape) for share, part in pairs
             }
             whole.append(torch.cat([by_heads[start] for start in sorted(by_heads)]))
         return list(zip(whole[::2], whole[1::2], strict=True))

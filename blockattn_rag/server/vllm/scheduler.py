@@ -220,7 +220,6 @@ class SchedulerSide:
         self._orders.loads.append(Load(request.request_id, known.plan, token_ids, tables, computed))
 
     def orders(self, step: SchedulerOutput) -> Orders:
-        """Create the workers' orders for this step."""
         orders, self._orders = self._orders, Orders()
         orders.is_idle = step.total_num_scheduled_tokens == 0
         for request_id in step.preempted_req_ids or ():

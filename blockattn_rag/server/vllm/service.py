@@ -115,7 +115,6 @@ class Service:
         return cls(engine_client, state, config, profile)
 
     def info(self, headers: Headers) -> ServerInfo:
-        """Return the server information for a tenant."""
         profile, config = self._profile, self._config
         return ServerInfo(
             fingerprint=profile.fingerprint,
@@ -134,7 +133,6 @@ class Service:
         )
 
     async def encode(self, body: EncodeBody, headers: Headers) -> EncodeAnswer:
-        """Store passages, or look them up."""
         ids = await asyncio.to_thread(lambda: self._prompts.passage_ids(body.texts))
         blocks = self._requests.passages(ids, headers)
         if body.only_look:

@@ -162,7 +162,6 @@ class WorkerSide:
         return done
 
     def report(self) -> WorkerReport | None:
-        """Return a report of the steps since the last call. None if there is nothing to report."""
         unsaved = self._saver.unsaved()
         if not self._fetches and not unsaved and not self._ended:
             return None
@@ -171,13 +170,11 @@ class WorkerSide:
         return WorkerReport(fetches, unsaved, ended)
 
     def counted(self) -> ServingStats | None:
-        """Return and reset the counts since the last call. None if there are none."""
         before, self._tiers = self._tiers, self._store.tier_stats()
         self._stats.count_tiers(before, self._tiers, self._tier_names)
         return self._stats.taken()
 
     def close(self) -> None:
-        """Write the queued blocks, and stop the threads."""
         self._saver.close()
         self._loader.close()
         self._store.close()
@@ -235,7 +232,6 @@ class WorkerSide:
         self._fetches[request_id] = Fetch(seconds, loaded.int8_blocks, recomputed)
 
     def _write(self, order: Load, wanted: Sequence[BlockId], blocks: Sequence[BlockKV]) -> None:
-        """Write blocks to the slots after the computed tokens."""
         device = self._pages[0].device
         placed = [
             PlacedBlock(_on(device, kv), one.start, one.start)
@@ -287,7 +283,6 @@ def _own_layers(indices: Sequence[int], ranks: int, profile: ModelProfile) -> ra
 
 
 def _check_layer(layer: Any, heads: int, described: LayerProfile, model: str) -> None:
-    """Raise ServingError if a layer's pages do not match the profile."""
     if described.is_latent and getattr(layer, "kv_lora_rank", None) is None:
         raise ServingError(
             f"Layer {described.index} of {model} has latent attention (MLA), but vLLM stores keys "
