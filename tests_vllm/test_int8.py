@@ -77,21 +77,6 @@ def test_encoded_int8_blocks_equal_the_local_ones(
 
 
 @pytest.mark.parametrize("number", TELLING[:3])
-def test_answers_from_int8_equal_those_of_the_local_engine(
-    reference: Reference,
-    engine: Engine,
-    store: DirectoryStore,
-    local: BlockAttentionEngine,
-    number: int,
-) -> None:
-    case = reference.case(number, records=3)
-    encode(engine, reference, store, case)
-    said = engine.block(case)
-    assert said.blocks["int8_blocks"] == len(case.lengths)
-    assert said.tokens == answer(local, case)
-
-
-@pytest.mark.parametrize("number", TELLING[3:6])
 def test_a_prompt_may_mix_int8_and_float_blocks(
     reference: Reference,
     engine: Engine,

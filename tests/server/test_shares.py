@@ -22,7 +22,6 @@ from blockattn_rag.server.shares import Share, ShareStore, open_share
 from blockattn_rag.store import (
     DirectoryStore,
     KVStore,
-    MaintainedStore,
     MemoryStore,
     ObjectStore,
     TieredStore,
@@ -74,14 +73,21 @@ def shares_of(profile: ModelProfile, ranks: int, stages: int) -> list[Share]:
     ]
 
 
+def home_of(kind: str, folder: Path) -> KVStore:
+    """Return a directory, the same directory as an object store, or memory."""
+    directory = DirectoryStore(folder)
+    if kind == "objects":
+        obstore = pytest.importorskip("obstore.store")
+        return ObjectStore("file:///kv", backend=obstore.LocalStore(directory.path))
+    return directory if kind == "directory" else MemoryStore(1 << 30)
+
+
+HOMES = ["directory", "objects", "memory"]
+
+
 @pytest.fixture(scope="module")
 def homes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, KVStore]:
-    obstore = pytest.importorskip("obstore.store")
-    return {
-        "directory": DirectoryStore(tmp_path_factory.mktemp("kv")),
-        "objects": ObjectStore("memory://kv", backend=obstore.MemoryStore()),
-        "memory": MemoryStore(1 << 30),
-    }
+    return {kind: home_of(kind, tmp_path_factory.mktemp(kind)) for kind in HOMES}
 
 
 # -- assignment of shares --------------------------------------------------------------------------
@@ -158,17 +164,9 @@ def test_all_ranks_together_read_complete_blocks(
         assert same(put_together(kv, parts), kv), home
 
 
-@pytest.fixture(params=["directory", "objects", "memory"])
+@pytest.fixture(params=HOMES)
 def home(request: pytest.FixtureRequest, tmp_path: Path) -> KVStore:
-    obstore = pytest.importorskip("obstore.store")
-    stores: dict[str, Any] = {
-        "directory": lambda: DirectoryStore(tmp_path / "kv"),
-        "objects": lambda: ObjectStore(
-            "file:///kv", backend=obstore.LocalStore(DirectoryStore(tmp_path / "kv").path)
-        ),
-        "memory": lambda: MemoryStore(1 << 20),
-    }
-    return stores[request.param]()  # type: ignore[no-any-return]
+    return home_of(request.param, tmp_path / "kv")
 
 
 PROFILE = make_profile()
@@ -275,12 +273,9 @@ def folder(tmp_path: Path) -> DirectoryStore:
     return DirectoryStore(tmp_path / "kv")
 
 
-@pytest.fixture(params=["directory", "objects"])
-def ranges(request: pytest.FixtureRequest, folder: DirectoryStore) -> MaintainedStore:
-    if request.param == "directory":
-        return folder
-    obstore = pytest.importorskip("obstore.store")
-    return ObjectStore("file:///kv", backend=obstore.LocalStore(folder.path))
+@pytest.fixture(params=HOMES[:2])
+def ranges(request: pytest.FixtureRequest, folder: DirectoryStore) -> KVStore:
+    return home_of(request.param, folder.path)
 
 
 def flip(folder: DirectoryStore, key: str, byte: int) -> None:
@@ -292,7 +287,7 @@ def flip(folder: DirectoryStore, key: str, byte: int) -> None:
 
 @pytest.mark.parametrize("quantized", [False, True])
 def test_damage_is_reported_by_the_rank_that_reads_it(
-    ranges: MaintainedStore, folder: DirectoryStore, quantized: bool
+    ranges: KVStore, folder: DirectoryStore, quantized: bool
 ) -> None:
     kv, other = (make_kv(name, tokens=40, quantized=quantized) for name in ("one", "other"))
     for one in (kv, other):
@@ -309,7 +304,7 @@ def test_damage_is_reported_by_the_rank_that_reads_it(
         second.get(kv.key)
 
 
-def test_every_rank_finds_damaged_ids(ranges: MaintainedStore, folder: DirectoryStore) -> None:
+def test_every_rank_finds_damaged_ids(ranges: KVStore, folder: DirectoryStore) -> None:
     ranges.put(KV.key, KV)
     start = folder.entry_path(KV.key).stat().st_size - KV.nbytes - 8 * KV.num_tokens
     flip(folder, KV.key, start)
