@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import AsyncGenerator, Iterator
-from types import SimpleNamespace
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from fastapi.datastructures import Headers
 
 from blockattn_rag import BlockAttentionEngine
 from blockattn_rag.prompts.blocks import IN_MEMORY
-from blockattn_rag.server.config import ServingConfig
-from blockattn_rag.server.protocol import EncodeBody
-from blockattn_rag.server.vllm.service import Service
 from blockattn_rag.store import DirectoryStore
 from tests_vllm.engines import Engine, running
-from tests_vllm.reference import MODEL, TELLING, TOKENS, Case, Reference
+from tests_vllm.reference import TELLING, TOKENS, Case, Reference
 
 
 @pytest.fixture(scope="module")
@@ -105,35 +99,3 @@ def test_blocks_in_memory_are_kept_in_int8(
     assert said.blocks["int8_blocks"] == len(case.lengths)
     made = local.generate(case.prompt, max_new_tokens=TOKENS, min_new_tokens=TOKENS)
     assert said.tokens == list(made.token_ids)
-
-
-class Client:
-    """Engine client, as in the process of the API server."""
-
-    model_config = SimpleNamespace(max_model_len=2048, tokenizer=MODEL, tokenizer_revision=None)
-    vllm_config = SimpleNamespace(structured_outputs_config=SimpleNamespace(backend="auto"))
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-
-    async def generate(
-        self, prompt: Any, sampling: Any, request_id: str
-    ) -> AsyncGenerator[Any, None]:
-        for output in self._engine.llm.generate([prompt], [sampling], use_tqdm=False):
-            yield output
-
-
-def test_reported_bytes_are_those_of_the_store(
-    reference: Reference, engine: Engine, store: DirectoryStore, options: dict[str, Any]
-) -> None:
-    state = SimpleNamespace(
-        openai_serving_models=None, openai_serving_completion=None, openai_serving_chat=None
-    )
-    config = ServingConfig.parse(options)
-    service = Service(Client(engine), state, config, reference.profile)
-    case = reference.case(30)
-    answer = asyncio.run(service.encode(EncodeBody(case.texts[1:-1]), Headers()))
-    assert answer.passages == ("encoded",) * len(case.texts[1:-1])
-    assert answer.encoded_tokens == sum(case.lengths[1:])
-    stored = [store.get(reference.key(ids)) for ids in case.blocks[1:]]
-    assert answer.stored_bytes == sum(kv.nbytes for kv in stored if kv is not None)

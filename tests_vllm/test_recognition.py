@@ -1,4 +1,4 @@
-"""Chats with recognized passages are answered even if the passages cannot be used."""
+"""Service over an engine that only encodes blocks: recognized passages, and encoding."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from blockattn_rag.errors import MissError
 from blockattn_rag.prompts.blocks import Span
 from blockattn_rag.prompts.recognition import entries_of
 from blockattn_rag.server.config import ServingConfig
+from blockattn_rag.server.protocol import EncodeBody
 from blockattn_rag.server.vllm.routes import _read_chat, _read_completion
 from blockattn_rag.server.vllm.service import Service
 from blockattn_rag.store import DirectoryStore
@@ -114,3 +115,15 @@ def test_system_messages_are_searched_only_on_request(
     chat = {"messages": [rules, {"role": "user", "content": "How tall?"}]}
     assert answered(service_of(reference, store), chat) == {"mode": "full"}
     assert answered(service_of(reference, store, recognize="system"), chat)["mode"] == "block"
+
+
+def test_reported_bytes_depend_on_the_dtype_of_stored_blocks(
+    reference: Reference, store: DirectoryStore
+) -> None:
+    case = reference.case(30)
+    service = service_of(reference, store, kv_dtype="int8")
+    answer = asyncio.run(service.encode(EncodeBody(case.texts[1:-1]), Headers()))
+    lengths = case.lengths[1:]
+    assert answer.passages == ("encoded",) * len(lengths)
+    assert answer.encoded_tokens == sum(lengths)
+    assert answer.stored_bytes == sum(reference.profile.block_bytes(n, "int8") for n in lengths)

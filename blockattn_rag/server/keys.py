@@ -85,7 +85,6 @@ def block_keys(
         token_ids: Token ids of the complete prompt. With ``op="encode"``: the sink, unless the
             block opens a prompt, followed by the block.
     """
-    plan.check_fits(len(token_ids))
     opens_prompt, start = plan.op != "encode", 0
     if plan.op == "encode":
         opens_prompt, start = plan.opens_prompt, len(token_ids) - plan.lengths[0]

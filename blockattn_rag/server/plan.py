@@ -101,17 +101,6 @@ class BlockPlan:
         fixed = {0, *self.fixed}
         return tuple(place not in fixed for place in range(len(self.lengths)))
 
-    def check_fits(self, num_prompt_tokens: int) -> None:
-        """Raise ProtocolError if the blocks (for answers, plus one token) exceed the prompt."""
-        answers = self.op != "encode"
-        most = num_prompt_tokens - answers
-        last = ", and its last token must not be in a block" if answers else ""
-        if self.context_tokens > most:
-            raise ProtocolError(
-                f"lengths add up to {self.context_tokens} tokens, expected at most {most}: the "
-                f"prompt has {num_prompt_tokens}{last}"
-            )
-
     def to_dict(self, secret: str | None = None) -> dict[str, Any]:
         """Convert the plan to ``kv_transfer_params`` for a request.
 
@@ -160,7 +149,14 @@ def parse_plan(
     plan = parse(BlockPlan, fields, FIELD)
     if secret is not None and not hmac.compare_digest(ascii(mac), ascii(plan.signature(secret))):
         raise ProtocolError(_UNSIGNED)
-    plan.check_fits(num_prompt_tokens)
+    answers = plan.op != "encode"
+    most = num_prompt_tokens - answers
+    if plan.context_tokens > most:
+        last = ", and its last token must not be in a block" if answers else ""
+        raise ProtocolError(
+            f"lengths add up to {plan.context_tokens} tokens, expected at most {most}: the prompt "
+            f"has {num_prompt_tokens}{last}"
+        )
     return plan
 
 

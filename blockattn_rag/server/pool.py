@@ -206,10 +206,7 @@ class ServerPool:
 
     def _wait_s(self) -> float | None:
         """Seconds until the next check, or None if none is scheduled."""
-        until = min(
-            (at for member in self._members if (at := member.check_at) is not None),
-            default=_BEING_CHECKED,
-        )
+        until = min(_BEING_CHECKED if m.check_at is None else m.check_at for m in self._members)
         return None if until == _BEING_CHECKED else max(0.0, until - time.monotonic())
 
     def _set_aside(self, member: _Member, job: _Job | None, error: ServingError) -> None:

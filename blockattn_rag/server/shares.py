@@ -37,10 +37,7 @@ class Share:
     ) -> Share:
         """Create the share of a tensor-parallel rank. If there are more ranks than heads, ranks
         share heads. ``layers``: those of the pipeline-parallel rank. Default: all."""
-        every = range(len(profile.layers))
-        layers = every if layers is None else layers
-        if not layers or layers.step != 1 or layers[0] not in every or layers[-1] not in every:
-            raise ValueError(f"Expected a subrange of layers {every}, found {layers}")
+        layers = range(len(profile.layers)) if layers is None else layers
         heads = (share_of(rank, ranks, profile.layers[layer].kv_heads) for layer in layers)
         return cls(layers, tuple(heads))
 

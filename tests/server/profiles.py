@@ -7,6 +7,7 @@ import torch
 from blockattn_rag.engine.outline import RecipeOutline
 from blockattn_rag.kv.rope import RotaryLayout
 from blockattn_rag.server.profile import LayerProfile, ModelProfile
+from blockattn_rag.server.protocol import ServerInfo
 
 SINK_IDS = (256, 7)
 
@@ -35,3 +36,20 @@ def make_profile(
         recipe=RecipeOutline("head:2" if sink_ids else "none"),
         sink_ids=sink_ids,
     )
+
+
+SERVER_INFO = ServerInfo(
+    fingerprint="a" * 64,
+    tokenizer="b" * 64,
+    sink="head:4",
+    adapter="c" * 64,
+    promote=1,
+    recompute=0.1,
+    block_tuned=True,
+    models=("llama", "other"),
+    max_tokens=4096,
+    namespace="tenant",
+    read_only=True,
+    has_chat_template=True,
+    marker_key="0" * 16,
+)

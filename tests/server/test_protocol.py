@@ -17,9 +17,9 @@ from blockattn_rag.server.protocol import (
     MOST_BLOCKS,
     EncodeAnswer,
     EncodeBody,
-    ServerInfo,
     marker_key_id,
 )
+from tests.server.profiles import SERVER_INFO as INFO
 
 SECRET = "of this server alone"
 
@@ -203,21 +203,6 @@ def test_an_answer_that_lacks_a_block_is_an_error(lengths: tuple[int, ...]) -> N
 
 # -- routes ----------------------------------------------------------------------------------------
 
-INFO = ServerInfo(
-    "a" * 64,
-    "b" * 64,
-    "head:4",
-    "c" * 64,
-    1,
-    0.1,
-    True,
-    ("llama", "other"),
-    4096,
-    "tenant",
-    read_only=True,
-    has_chat_template=True,
-    marker_key="0" * 16,
-)
 ANSWER = EncodeAnswer(("found", "encoded", "missing"), 7, 12)
 
 

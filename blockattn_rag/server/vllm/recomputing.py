@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -129,14 +130,14 @@ class Recomputer:
             )
 
 
+@dataclass
 class _Attention:
     """Replacement for a layer's attention backend (``AttentionImpl``)."""
 
-    def __init__(
-        self, index: int, backend: Any, attention: ChosenAttention, states: GetStates
-    ) -> None:
-        self._index, self._backend = index, backend
-        self._attention, self._states = attention, states
+    _index: int
+    _backend: Any
+    _attention: ChosenAttention
+    _states: GetStates
 
     def __getattr__(self, name: str) -> Any:
         """Delegate other attributes, such as ``do_kv_cache_update``, to the backend."""

@@ -71,9 +71,18 @@ async def _retried(
             # The engine does not report that it cannot compile a grammar.
             has_grammar = getattr(sampling_params, "structured_outputs", None) is not None
             grammar = "the grammar could not be compiled, " * has_grammar
+            blocks = len(ticket.plan.lengths)
+            # vLLM's workers cannot report the cause of a failed request.
+            between = (
+                f"{len(encoded_again)} of its {blocks} blocks were missing or damaged in the store "
+                "and were encoded again"
+                if encoded_again
+                else f"all its {blocks} blocks were intact in the store: the workers cannot read "
+                "them within load_deadline_s or use another store, or the engine fails"
+            )
             raise RetryableRequestError(
                 f"{grammar}the blocks of the prompt could not be loaded, or the engine failed, "
-                f"twice; {_between(len(encoded_again), ticket.plan)}; see the server's log"
+                f"twice; in between, {between}; see the server's log"
             )
         _take_report(output, ticket)
         yield output
@@ -97,21 +106,6 @@ async def _checked(outputs: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, No
 
 def _failed(output: Any) -> bool:
     return any(completion.finish_reason == "error" for completion in output.outputs)
-
-
-def _between(num_encoded: int, plan: BlockPlan) -> str:
-    """Describe the check between two failed attempts. vLLM's workers cannot report the cause of a
-    failed request."""
-    blocks = len(plan.lengths)
-    if num_encoded:
-        return (
-            f"in between, {num_encoded} of its {blocks} blocks were missing or damaged in the "
-            "store and were encoded again"
-        )
-    return (
-        f"in between, all its {blocks} blocks were intact in the store: the workers cannot read "
-        "them within load_deadline_s or use another store, or the engine fails"
-    )
 
 
 def _take_report(output: Any, ticket: Ticket) -> None:
