@@ -6,7 +6,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -104,23 +104,27 @@ def ensurer_of(client: Client, **options: Any) -> BlockEnsurer:
     return BlockEnsurer(client, client.store, config, reference.profile)
 
 
+def sizes(blocks: Sequence[Encodable]) -> dict[str, int]:
+    return {block.key: block.tokens for block in blocks}
+
+
 def test_a_block_is_encoded_once_for_concurrent_requests(
     client: Client, blocks: list[Encodable]
 ) -> None:
     ensurer = ensurer_of(client)
 
-    async def all_at_once() -> list[list[bool]]:
+    async def all_at_once() -> list[dict[str, int]]:
         return await asyncio.gather(*(ensurer.ensure(blocks) for _ in range(4)))
 
-    assert asyncio.run(all_at_once()) == [[True] * len(blocks)] * 4
+    assert asyncio.run(all_at_once()) == [sizes(blocks)] * 4
     assert len(client.asked) == len(blocks) - 1
-    assert asyncio.run(ensurer_of(client).ensure(blocks)) == [False] * len(blocks)
+    assert asyncio.run(ensurer_of(client).ensure(blocks)) == {}
 
 
 def test_leaving_does_not_affect_other_waiters(client: Client, blocks: list[Encodable]) -> None:
     ensurer = ensurer_of(client)
 
-    async def one_leaves() -> list[bool]:
+    async def one_leaves() -> dict[str, int]:
         first = asyncio.create_task(ensurer.ensure(blocks))
         while not client.asked:
             await asyncio.sleep(0.001)
@@ -129,7 +133,7 @@ def test_leaving_does_not_affect_other_waiters(client: Client, blocks: list[Enco
         first.cancel()
         return await second
 
-    assert asyncio.run(one_leaves()) == [True] * len(blocks)
+    assert asyncio.run(one_leaves()) == sizes(blocks)
     assert len(client.asked) == len(blocks) - 1
 
 
@@ -139,7 +143,7 @@ def test_blocks_without_waiting_requests_are_not_encoded(
     monkeypatch.setattr(ensure, "_AT_ONCE", 1)
     ensurer = ensurer_of(client)
 
-    async def all_leave() -> list[bool]:
+    async def all_leave() -> dict[str, int]:
         first = asyncio.create_task(ensurer.ensure(blocks))
         while not client.asked:
             await asyncio.sleep(0.001)
@@ -148,7 +152,7 @@ def test_blocks_without_waiting_requests_are_not_encoded(
         await asyncio.sleep(0)
         return await ensurer.ensure(blocks[-1:])
 
-    assert asyncio.run(all_leave()) == [True]
+    assert asyncio.run(all_leave()) == sizes(blocks[-1:])
     assert len(client.asked) == 2  # the running request and the new one
 
 
@@ -171,7 +175,7 @@ def test_nothing_is_encoded_for_an_unwritable_store(
     ensurer = ensurer_of(client)
     ensurer._storing = CircuitBreaker(3, 30.0, clock=lambda: now[0])
 
-    async def ask() -> list[bool]:
+    async def ask() -> dict[str, int]:
         for one in blocks[:3]:
             with pytest.raises(ServingError, match="not stored within"):
                 await ensurer.ensure([one], must_store=True)
@@ -181,9 +185,9 @@ def test_nothing_is_encoded_for_an_unwritable_store(
         assert len(client.asked) == told
         monkeypatch.setattr(store, "put", put)
         now[0] = 31.0
-        return [*await ensurer.ensure(blocks[:1]), *await ensurer.ensure(blocks[1:2])]
+        return await ensurer.ensure(blocks[:1]) | await ensurer.ensure(blocks[1:2])
 
-    assert asyncio.run(ask()) == [True, True]
+    assert asyncio.run(ask()) == sizes(blocks[:2])
 
 
 def test_with_a_full_store_blocks_are_kept_in_memory(
@@ -191,10 +195,10 @@ def test_with_a_full_store_blocks_are_kept_in_memory(
 ) -> None:
     ensurer = ensurer_of(full_client)
     began = time.monotonic()
-    assert asyncio.run(ensurer.ensure(blocks)) == [True] * len(blocks)
+    assert asyncio.run(ensurer.ensure(blocks)) == sizes(blocks)
     assert time.monotonic() - began < 10
     assert full_client.kept == [IN_MEMORY] * (len(blocks) - 1)
-    assert asyncio.run(ensurer.ensure(blocks)) == [False] * len(blocks)
+    assert asyncio.run(ensurer.ensure(blocks)) == {}
     assert list(store.keys()) == []
 
 
@@ -274,12 +278,12 @@ def test_a_read_only_server_encodes_for_its_memory(
 ) -> None:
     ensurer = ensurer_of(client, read_only=True)
     blocks = kept_of(reference, IN_MEMORY, PRIVATE, PRIVATE)
-    for encoded in (True, False):
-        assert asyncio.run(ensurer.ensure(blocks)) == [encoded] * 3
+    assert asyncio.run(ensurer.ensure(blocks)) == sizes(blocks)
+    assert asyncio.run(ensurer.ensure(blocks)) == {}
     assert client.kept == [IN_MEMORY, PRIVATE, PRIVATE]
     assert list(store.keys()) == []
     # After a failed load, the blocks count as lost by the workers.
-    assert asyncio.run(ensurer.ensure(blocks, thorough=True)) == [True] * 3
+    assert asyncio.run(ensurer.ensure(blocks, thorough=True)) == sizes(blocks)
 
 
 def test_stored_blocks_are_not_used_as_private_blocks(
@@ -290,7 +294,7 @@ def test_stored_blocks_are_not_used_as_private_blocks(
         store.put(one.key, reference.encoded(one.token_ids))
     for thorough in (False, True):
         found = asyncio.run(ensurer_of(client).ensure(blocks, thorough=thorough))
-        assert found == [False, True]
+        assert found == sizes(blocks[1:])
     assert client.kept == [PRIVATE] * 2
 
 
@@ -298,16 +302,17 @@ def test_a_block_in_memory_is_stored_later(
     reference: Reference, store: DirectoryStore, client: Client
 ) -> None:
     ensurer = ensurer_of(client)
-    assert asyncio.run(ensurer.ensure(kept_of(reference, IN_MEMORY))) == [True]
+    kept = kept_of(reference, IN_MEMORY)
+    assert asyncio.run(ensurer.ensure(kept)) == sizes(kept)
     (block,) = kept_of(reference, STORED)
 
-    async def ensure_and_wait() -> list[bool]:
+    async def ensure_and_wait() -> dict[str, int]:
         encoded = await ensurer.ensure([block])
         assert block.key not in store, "expected the answer not to wait for the store"
         await asyncio.gather(*asyncio.all_tasks() - {asyncio.current_task()})
         return encoded
 
-    assert asyncio.run(ensure_and_wait()) == [False]
+    assert asyncio.run(ensure_and_wait()) == {}
     assert block.key in store
     assert client.kept == [IN_MEMORY]
     assert len(client.asked) == 2
@@ -315,8 +320,9 @@ def test_a_block_in_memory_is_stored_later(
 
 def test_a_read_only_server_stores_nothing(reference: Reference, client: Client) -> None:
     ensurer = ensurer_of(client, read_only=True)
-    assert asyncio.run(ensurer.ensure(kept_of(reference, IN_MEMORY))) == [True]
-    assert asyncio.run(ensurer.ensure(kept_of(reference, STORED))) == [False]
+    kept = kept_of(reference, IN_MEMORY)
+    assert asyncio.run(ensurer.ensure(kept)) == sizes(kept)
+    assert asyncio.run(ensurer.ensure(kept_of(reference, STORED))) == {}
     assert len(client.asked) == 1
     with pytest.raises(MissError):
         asyncio.run(ensurer.ensure(kept_of(reference, STORED), thorough=True))
@@ -329,7 +335,7 @@ def test_too_many_blocks_are_refused_before_encoding(reference: Reference, clien
         asyncio.run(ensurer_of(client, private_memory=str(room - 1)).ensure(blocks))
     assert client.asked == []
     ensurer = ensurer_of(client, private_memory=str(room))
-    assert asyncio.run(ensurer.ensure([*blocks, *blocks])) == [True] * 4
+    assert asyncio.run(ensurer.ensure([*blocks, *blocks])) == sizes(blocks)
 
 
 def test_the_least_recently_used_block_is_evicted_first() -> None:

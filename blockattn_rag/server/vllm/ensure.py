@@ -106,8 +106,8 @@ class BlockEnsurer:
 
     async def ensure(
         self, blocks: Sequence[Encodable], *, thorough: bool = False, must_store: bool = False
-    ) -> list[bool]:
-        """Encode missing blocks. Returns whether each block was missing.
+    ) -> dict[str, int]:
+        """Encode missing blocks. Returns the number of tokens of each of them, by key.
 
         A block that cannot be stored is kept in the workers' memory if there is room, so that
         requests succeed even if the store is full.
@@ -139,7 +139,7 @@ class BlockEnsurer:
             raise next(filter(None, failures))
         await asyncio.gather(*(self._encoded(block.for_memory()) for block in failed))
         self._store_later(late)
-        return [block.name in missing for block in blocks]
+        return {block.key: block.tokens for block in missing.values()}
 
     async def _unstored(self, block: Encodable) -> NotStoredError | None:
         try:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import logging
+import threading
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -15,7 +17,7 @@ from vllm.sampling_params import StructuredOutputsParams
 from blockattn_rag.errors import MissError, SegmentationError, ServingError, StoreError
 from blockattn_rag.model.loading import load_tokenizer
 from blockattn_rag.prompts.blocks import BlockPrompt
-from blockattn_rag.prompts.recognition import entries_of
+from blockattn_rag.prompts.recognition import Entries, entries_of, joined
 from blockattn_rag.prompts.sources import marked_sources
 from blockattn_rag.server.config import CONNECTOR, ServingConfig
 from blockattn_rag.server.profile import ModelProfile
@@ -23,10 +25,9 @@ from blockattn_rag.server.protocol import EncodeAnswer, EncodeBody, ServerInfo, 
 from blockattn_rag.server.vllm.bodies import ChatBody, CompletionBody
 from blockattn_rag.server.vllm.chat_report import ChatReport, Ticket
 from blockattn_rag.server.vllm.ensure import BlockEnsurer
-from blockattn_rag.server.vllm.indexing import IndexWriter
 from blockattn_rag.server.vllm.metrics import INDEX_FAILURES
 from blockattn_rag.server.vllm.openai import Prompts, Recognizer, TokenPrompt
-from blockattn_rag.server.vllm.requests import Encodable, RequestReader
+from blockattn_rag.server.vllm.requests import RequestReader
 from blockattn_rag.server.vllm.retrying import CURRENT, RetryingClient
 from blockattn_rag.server.vllm.tool_calls import ServedTools
 from blockattn_rag.store import open_store
@@ -38,6 +39,10 @@ if TYPE_CHECKING:
 
 Answer: TypeAlias = AsyncGenerator[str, None] | dict[str, Any] | ErrorResponse
 """Event stream, complete answer, or vLLM's error."""
+
+logger = logging.getLogger("blockattn_rag")
+
+_MOST_UNWRITTEN = 1 << 16  # Entries per namespace, 36 bytes each.
 
 _UNRECOGNIZED = (MissError, SegmentationError, ServingError, StoreError, RetryableRequestError)
 """Errors after which a prompt is answered without recognition of passages."""
@@ -138,7 +143,7 @@ class Service:
         if body.only_look:
             is_stored = await self._ensurer.found(blocks)
             return EncodeAnswer(tuple("found" if stored else "missing" for stored in is_stored))
-        encoded = await self._ensure(blocks, must_store=True)
+        encoded = await self._ensurer.ensure(blocks, must_store=True)
         self._index(body.texts, headers)
         return EncodeAnswer(
             tuple("encoded" if block.key in encoded else "found" for block in blocks),
@@ -216,8 +221,8 @@ class Service:
             self._requests.full_mode(request, prompt, headers)
         else:
             plan, blocks = self._requests.block_mode(request, prompt, headers)
-            encoded = await self._ensure(blocks)
-            again = partial(self._ensure, blocks, thorough=True)
+            encoded = await self._ensurer.ensure(blocks)
+            again = partial(self._ensurer.ensure, blocks, thorough=True)
             keys = [block.key for block in blocks]
             ticket = Ticket(plan, again, encoded, keys, len(prompt.token_ids))
         CURRENT.set(ticket)
@@ -275,12 +280,6 @@ class Service:
             )
         return prompts
 
-    async def _ensure(
-        self, blocks: Sequence[Encodable], *, thorough: bool = False, must_store: bool = False
-    ) -> dict[str, int]:
-        encoded = await self._ensurer.ensure(blocks, thorough=thorough, must_store=must_store)
-        return {block.key: block.tokens for block, new in zip(blocks, encoded, strict=True) if new}
-
 
 def _with_client(handler: Any, client: RetryingClient) -> Any:
     """Copy a vLLM handler, with another engine client. None if there is no handler."""
@@ -290,3 +289,53 @@ def _with_client(handler: Any, client: RetryingClient) -> Any:
     own.engine_client = client
     own.enable_prompt_tokens_details = True  # Adds the field cached_tokens to answers.
     return own
+
+
+class IndexWriter:
+    """Collects index entries, and writes one file per namespace every few seconds.
+
+    Answers do not wait for the index. A failed write is logged, and retried with the next write in
+    its namespace. The remaining entries are written when the event loop ends.
+    """
+
+    def __init__(
+        self, index: PassageIndex, on_failure: Callable[[], None], *, every_s: float = 5.0
+    ) -> None:
+        self._index = index
+        self._on_failure = on_failure
+        self._every_s = every_s
+        self._collected: dict[str, list[Entries]] = {}
+        self._unwritten: dict[str, list[Entries]] = {}
+        self._task: asyncio.Task[None] | None = None
+        self._writing = threading.Lock()
+
+    def add(self, entries: Entries, namespace: str) -> None:
+        """Schedule a write of entries. Call it in the event loop, after storing the passages."""
+        if len(entries):
+            self._collected.setdefault(namespace, []).append(entries)
+            if self._task is None or self._task.done():
+                self._task = asyncio.create_task(self._write_all())
+
+    async def _write_all(self) -> None:
+        try:
+            while self._collected:
+                collected, self._collected = self._collected, {}
+                await asyncio.to_thread(self._write, collected)
+                await asyncio.sleep(self._every_s)
+        except asyncio.CancelledError:
+            self._write({name: [] for name in self._unwritten} | self._collected)
+            raise
+
+    def _write(self, collected: dict[str, list[Entries]]) -> None:
+        with self._writing:  # The thread of a canceled task continues to run.
+            for namespace, parts in collected.items():
+                entries = joined([*parts, *self._unwritten.pop(namespace, ())])
+                try:
+                    self._index.add(entries, namespace)
+                except Exception as error:  # Other namespaces must still be written.
+                    self._unwritten[namespace] = [entries[:_MOST_UNWRITTEN]]
+                    self._on_failure()
+                    if isinstance(error, StoreError):
+                        logger.warning("Cannot write the passage index: %s", error)
+                    else:
+                        logger.exception("Unexpected error while writing the index: %s", error)
