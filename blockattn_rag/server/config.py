@@ -68,30 +68,9 @@ _Size = Annotated[str, AfterValidator(_check_size)]
 
 @dataclass(config=STRICT, frozen=True, slots=True, kw_only=True)
 class ServingConfig:
-    """Options of the connector, shared by all processes of a server.
+    """Options of the connector, shared by all processes of a server (docs/guides/serving_vllm.md).
 
-    Args:
-        store: Path or address of the home store, accessible to every process.
-        recipe: ``"auto"``, settings such as ``"fast"``, or a recipe folder that every process can
-            read.
-        memory: Size of each rank's cache in host memory, such as ``8GiB``.
-        private_memory: Total memory of all ranks for private blocks, which must not be stored.
-            ``0``: requests with private blocks are rejected.
-        disk: Folder for a local disk tier between memory and home. Default: no disk tier.
-        cache: Address of a Redis or Valkey server, such as ``redis://valkey/0``, for a tier that
-            several servers may share. Default: no cache tier.
-        namespace: Namespace of requests without a tenant.
-        read_namespaces: Further namespaces to read from. They are never written to.
-        read_only: Whether the server stores no blocks.
-        tenant_secret_env: Name of the environment variable with the secret that authenticates
-            tenants. The secret itself is not an option, because engines log their options.
-        recognize: Whether the OpenAI routes recognize stored passages in plain text. ``"system"``:
-            also in system messages. ``"sources"``: like True, and text that chat front ends mark as
-            a source is a passage even if it is not stored (``prompts/sources.py``).
-        kv_dtype: Format in which this server stores blocks.
-        fingerprint: Expected fingerprint of the model. ``serve`` sets it, so that startup fails if
-            the model's files change in the meantime. None: not checked.
-        recipe_digest: Expected digest of the recipe. None: not checked.
+    ``tenant_secret_env`` names an environment variable, because engines log their options.
     """
 
     store: Annotated[str, AfterValidator(_check_lasts)]

@@ -22,8 +22,8 @@ from blockattn_rag.prompts.recognition import PassageMatcher, entries_of
 from blockattn_rag.prompts.tokenization import BlockTokenizer
 from blockattn_rag.server.plan import BlockPlan, ServedBlocks
 from blockattn_rag.server.protocol import MOST_BLOCKS
+from blockattn_rag.server.vllm.answers import ChatReport, Ticket
 from blockattn_rag.server.vllm.bodies import ChatBody, CompletionBody
-from blockattn_rag.server.vllm.chat_report import ChatReport, Ticket
 from blockattn_rag.server.vllm.openai import Prompts, TokenPrompt
 from tests.models import tiny_tokenizer
 

@@ -13,7 +13,7 @@ from vllm.exceptions import RetryableRequestError
 from blockattn_rag.errors import GrammarError, ProtocolError
 from blockattn_rag.server.plan import BlockPlan, ServedBlocks
 from blockattn_rag.server.protocol import FIELD
-from blockattn_rag.server.vllm.chat_report import Ticket
+from blockattn_rag.server.vllm.answers import Ticket
 from blockattn_rag.server.vllm.metrics import CUT_ANSWERS, RETRIES
 from blockattn_rag.server.vllm.scheduler import GRAMMAR_FAILURE
 

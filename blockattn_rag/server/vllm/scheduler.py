@@ -124,12 +124,13 @@ class _Request:
 
     Args:
         plan: None if the request is refused.
-        unshared: The request, if it must not share pages because tokens are recomputed.
+        recomputes: Whether tokens are recomputed, so that the request must not share pages.
     """
 
+    request: Request
     plan: BlockPlan | None
     served: ServedBlocks
-    unshared: Request | None = None
+    recomputes: bool = False
 
 
 class SchedulerSide:
@@ -142,7 +143,6 @@ class SchedulerSide:
         self._ended: dict[str, Ended] = {}
         self._secret = config.tenant_secret
         self._requests: dict[str, _Request] = {}
-        self._encoding: dict[str, Request] = {}
         self._orders = Orders()
         self._unsaved: OrderedDict[str, str] = OrderedDict()
         self.stats = Counters()
@@ -175,20 +175,18 @@ class SchedulerSide:
             self._refuse(request, str(error))
             return
         all_local = ServedBlocks(len(plan.lengths), 0, plan.context_tokens)  # until `allocated`
-        known = self._requests[request.request_id] = _Request(plan, all_local)
+        recomputes = plan.op == "complete" and self._profile.recomputed_tokens(plan) > 0
+        self._requests[request.request_id] = _Request(request, plan, all_local, recomputes)
         if plan.op == "encode":
             # All tokens must be computed, because the cache may not have the tokens outside a
             # window.
             request.skip_reading_prefix_cache = True
-            self._encoding[request.request_id] = request
-        elif self._profile.recomputed_tokens(plan):
-            known.unshared = request
-        own = request.cache_salt if known.unshared is None else secrets.token_hex()
+        own = secrets.token_hex() if recomputes else request.cache_salt
         _set_salt(request, salt(plan, self._profile, own))
 
     def _refuse(self, request: Request, why: str) -> None:
         logger.warning("Request %s was refused: %s", request.request_id, why)
-        self._requests[request.request_id] = _Request(None, ServedBlocks(0, 0, 0))
+        self._requests[request.request_id] = _Request(request, None, ServedBlocks(0, 0, 0))
         self.stats.count("refused")
         _set_salt(request, f"ba1-refused-{request.request_id}")
         request.skip_reading_prefix_cache = False  # Otherwise, vLLM would not call `promised`.
@@ -224,14 +222,16 @@ class SchedulerSide:
         orders.is_idle = step.total_num_scheduled_tokens == 0
         for request_id in step.preempted_req_ids or ():
             known = self._requests.get(request_id)
-            if known is not None and known.plan is not None and known.unshared is not None:
+            if known is not None and known.plan is not None and known.recomputes:
                 # It must not find its own pages, which may contain recomputed tokens.
                 own = secrets.token_hex()
-                _set_salt(known.unshared, salt(known.plan, self._profile, own))
-        for request_id, request in self._encoding.items():
-            start = request.num_computed_tokens
+                _set_salt(known.request, salt(known.plan, self._profile, own))
+        for request_id, known in self._requests.items():
+            if known.plan is None or known.plan.op != "encode":
+                continue
+            start = known.request.num_computed_tokens
             end = start + step.num_scheduled_tokens.get(request_id, 0)
-            tokens = range(start, min(end, request.num_prompt_tokens))
+            tokens = range(start, min(end, known.request.num_prompt_tokens))
             if tokens and (state := step.kv_connector_block_state) is not None:
                 tables = state.resolve_block_ids(request_id)
                 orders.copies.append(Copy(request_id, tables, tokens))
@@ -264,7 +264,6 @@ class SchedulerSide:
     def finished(self, request: Request) -> dict[str, Any] | None:
         """Process the end of a request. Returns the answer's ``kv_transfer_params``."""
         known = self._requests.pop(request.request_id, None)
-        self._encoding.pop(request.request_id, None)
         name = (request.kv_transfer_params or {}).get(UNSAVED)
         if known is None and isinstance(name, str):
             return {UNSAVED: self._unsaved.pop(name, None)}

@@ -22,14 +22,13 @@ from blockattn_rag.prompts.sources import marked_sources
 from blockattn_rag.server.config import CONNECTOR, ServingConfig
 from blockattn_rag.server.profile import ModelProfile
 from blockattn_rag.server.protocol import EncodeAnswer, EncodeBody, ServerInfo, marker_key_id
+from blockattn_rag.server.vllm.answers import ChatReport, ServedTools, Ticket
 from blockattn_rag.server.vllm.bodies import ChatBody, CompletionBody
-from blockattn_rag.server.vllm.chat_report import ChatReport, Ticket
 from blockattn_rag.server.vllm.ensure import BlockEnsurer
 from blockattn_rag.server.vllm.metrics import INDEX_FAILURES
 from blockattn_rag.server.vllm.openai import Prompts, Recognizer, TokenPrompt
 from blockattn_rag.server.vllm.requests import RequestReader
 from blockattn_rag.server.vllm.retrying import CURRENT, RetryingClient
-from blockattn_rag.server.vllm.tool_calls import ServedTools
 from blockattn_rag.store import open_store
 from blockattn_rag.store.namespaces import Access
 from blockattn_rag.store.passage_index import PassageIndex
