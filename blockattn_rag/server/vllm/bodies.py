@@ -53,10 +53,6 @@ class Document:
             raise ValueError("The text is empty; remove empty documents")
         return text
 
-    @property
-    def passage(self) -> Passage:
-        return Passage(self.title, self.text)
-
 
 @dataclass(config=STRICT, frozen=True, slots=True)
 class ChatOptions:
@@ -134,18 +130,18 @@ class CompletionBody(_Body):
     def from_dict(cls, value: object) -> CompletionBody:
         fields, documents, options = _read_fields(value)
         prompt = _string(fields.get("prompt"), "prompt")
-        passages = (Span(CHAT.canonical_text(one.passage), "passage") for one in documents)
-        return cls((*passages, *content_spans(prompt, "conversation")), options, fields)
+        spans = (Span(CHAT.canonical_text(passage), "passage") for passage in documents)
+        return cls((*spans, *content_spans(prompt, "conversation")), options, fields)
 
 
-def _read_fields(value: object) -> tuple[dict[str, Any], tuple[Document, ...], ChatOptions]:
+def _read_fields(value: object) -> tuple[dict[str, Any], list[Passage], ChatOptions]:
     fields = as_object(value, "the body")
     _check_json(fields)
     if fields.pop("kv_transfer_params", None) is not None:
         raise ProtocolError("kv_transfer_params is not supported on this route; remove it")
     documents = parse(_Documents, _popped(fields, "documents", ()), "documents")
     options = parse(ChatOptions, _popped(fields, FIELD, {}), FIELD)
-    return fields, documents, options
+    return fields, [Passage(one.title, one.text) for one in documents], options
 
 
 def _check_number(messages: Sequence[Any]) -> None:
@@ -271,7 +267,7 @@ def _check_json(value: object, depth: int = 0) -> None:
 
 
 def with_documents(
-    messages: Sequence[dict[str, Any]], documents: Sequence[Document]
+    messages: Sequence[dict[str, Any]], documents: Sequence[Passage]
 ) -> list[dict[str, Any]]:
     """Insert documents into the first user message, in the prompt format ``formats.CHAT``.
 
@@ -284,8 +280,7 @@ def with_documents(
     place = next((place for place, message in enumerate(made) if message["role"] == "user"), None)
     if place is None:
         raise ProtocolError("documents require a message with the role 'user', found none; add one")
-    passages = [document.passage for document in documents]
-    made[place] = {**made[place], "content": CHAT.user_spans(made[place]["content"], passages)}
+    made[place] = {**made[place], "content": CHAT.user_spans(made[place]["content"], documents)}
     if all(origin_of(message["role"]) != "system" for message in made):
         made.insert(0, {"role": "system", "content": (Span(CHAT.system, "system"),)})
     return made

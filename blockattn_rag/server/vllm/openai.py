@@ -98,7 +98,12 @@ class Prompts:
         read = self._variables | {"add_generation_prompt", "continue_final_message"}
         variables = {name: value for name, value in variables.items() if name in read}
         try:
-            spans = self._rendered(body.messages, tools, variables)
+            if not tools:
+                spans = prompt_spans(self.tokenizer, body.messages, None, **variables)
+            elif (template := tool_template(self.tokenizer)) is not None:
+                spans = template.spans(self.tokenizer, body.messages, tools, **variables)
+            else:
+                spans = chat_spans(self.tokenizer, body.messages, tools=tools, **variables)
         except Exception as error:  # Templates may raise any exception for unexpected messages.
             raise ProtocolError(f"The chat cannot be rendered: {error}") from error
         return BlockPrompt.from_spans(recognize(spans) if recognize else spans, CHAT.template)
@@ -107,15 +112,3 @@ class Prompts:
     def completion(body: CompletionBody, recognize: Recognizer | None = None) -> BlockPrompt:
         spans = body.spans
         return BlockPrompt.from_spans(recognize(spans) if recognize else spans, CHAT.template)
-
-    def _rendered(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]],
-        variables: Mapping[str, Any],
-    ) -> Spans:
-        if not tools:
-            return prompt_spans(self.tokenizer, messages, None, **variables)
-        if (template := tool_template(self.tokenizer)) is not None:
-            return template.spans(self.tokenizer, messages, tools, **variables)
-        return chat_spans(self.tokenizer, messages, tools=tools, **variables)
