@@ -299,18 +299,6 @@ def test_a_forward_that_cannot_be_captured_runs_without_a_graph(
     assert "not permitted when stream is capturing" in caplog.text
 
 
-def test_forwards_with_gradients_do_not_use_the_runner(model: BlockModel) -> None:
-    context = context_of(model, 12, 9)
-    cache: Any = model.cache_for(context, assembly="relay")
-    question = torch.tensor([ids(6, 1)])
-    with torch.enable_grad():
-        out = model.hf_model(input_ids=question, past_key_values=cache, use_cache=True)
-    assert cache.runner is None
-    assert out.logits.requires_grad
-    expected = model.next_logits(question, model.cache_for(context, assembly="copy"))
-    assert close(out.logits[0, -1].detach(), expected)
-
-
 def test_a_copy_of_the_model_has_its_own_forward(model: BlockModel) -> None:
     other = copy.deepcopy(model.hf_model)
     with torch.no_grad():
@@ -370,18 +358,27 @@ def test_padding_has_no_positions_after_the_question(model: BlockModel) -> None:
     assert set(positions) == {12 + 9 + 6 - 1}
 
 
-@pytest.mark.parametrize("name", ["labels", "inputs_embeds"])
-def test_forwards_with_other_inputs_do_not_use_the_runner(model: BlockModel, name: str) -> None:
+@pytest.mark.parametrize("kind", ["gradients", "labels", "inputs_embeds", "token_type_ids"])
+def test_only_forwards_of_token_ids_use_the_runner(model: BlockModel, kind: str) -> None:
     context, question = context_of(model, 12, 9), torch.tensor([ids(6, 1)])
     cache: Any = model.cache_for(context, assembly="relay")
-    inputs: dict[str, Any] = {"input_ids": question, "labels": question}
-    if name == "inputs_embeds":
-        inputs = {name: model.hf_model.get_input_embeddings()(question)}
-    with torch.inference_mode():
+    inputs: dict[str, Any] = {
+        "gradients": {"input_ids": question},
+        "labels": {"input_ids": question, "labels": question},
+        "inputs_embeds": {"inputs_embeds": model.hf_model.get_input_embeddings()(question)},
+        # Tensors among other arguments are passed on.
+        "token_type_ids": {
+            "input_ids": question,
+            "logits_to_keep": 1,
+            "token_type_ids": torch.zeros_like(question),
+        },
+    }[kind]
+    with torch.enable_grad() if kind == "gradients" else torch.inference_mode():
         out = model.hf_model(**inputs, past_key_values=cache, use_cache=True)
-    assert cache.runner is None
+    assert (cache.runner is None) == (kind != "token_type_ids")
+    assert out.logits.requires_grad == (kind == "gradients")
     expected = model.next_logits(question, model.cache_for(context, assembly="copy"))
-    assert close(out.logits[0, -1], expected)
+    assert close(out.logits[0, -1].detach(), expected)
 
 
 def test_memory_of_a_long_answer_is_freed(model: BlockModel) -> None:
@@ -422,17 +419,3 @@ def test_only_an_exact_runner_is_used(
     assert model.supports_relay
     runner = relay_attention.graph_runner(model.hf_model, model.profile)
     assert (runner is not None) == (kind == "right")
-
-
-def test_tensors_among_other_arguments_are_passed_on(model: BlockModel) -> None:
-    context, question = context_of(model, 12, 9), torch.tensor([ids(6, 1)])
-    with torch.inference_mode():
-        out = model.hf_model(
-            input_ids=question,
-            past_key_values=model.cache_for(context, assembly="relay"),
-            use_cache=True,
-            logits_to_keep=1,
-            token_type_ids=torch.zeros_like(question),
-        )
-    expected = model.next_logits(question, model.cache_for(context, assembly="copy"))
-    assert close(out.logits[0, -1], expected)
