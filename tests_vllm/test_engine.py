@@ -15,9 +15,9 @@ from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.server.keys import salt
 from blockattn_rag.server.plan import BlockPlan
 from blockattn_rag.store import DirectoryStore
+from tests_vllm.connectors import GATE
 from tests_vllm.engines import Engine, running, sampling_of
 from tests_vllm.reference import Reference, assert_close
-from tests_vllm.slow import GATE
 
 PAGE = 128
 PAGES = 20
@@ -33,7 +33,7 @@ def slow_engine(options: dict[str, Any], gate: Path, ranks: int = 1) -> Iterator
     }
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv(GATE, str(gate))
-        more |= {"module": "tests_vllm.slow", "name": "SlowConnector"}
+        more |= {"module": "tests_vllm.connectors", "name": "SlowConnector"}
         with running(options, tensor_parallel_size=ranks, **more) as engine:
             yield engine
 
