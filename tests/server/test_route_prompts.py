@@ -93,8 +93,8 @@ def test_the_route_builds_the_same_prompts_as_the_adapter(name: str) -> None:
     assert cut > PROMPTS // len(TEMPLATES) // 2
 
 
-# Two turns of each front end. The second turn repeats the first passage of the first turn in another
-# place, with another number.
+# Two turns of each front end. The second turn repeats the first passage of the first turn, in
+# another place and with another number.
 FRONT_ENDS = json.loads((Path(__file__).parents[1] / "front_ends.json").read_text())
 ROUTE = Prompts(tiny_tokenizer())
 
