@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import nullcontext
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,10 +25,10 @@ from blockattn_rag.errors import (
 )
 from blockattn_rag.prompts.blocks import IN_MEMORY, PRIVATE, STORED, Keep
 from blockattn_rag.server.config import ServingConfig
-from blockattn_rag.server.plan import parse_plan
+from blockattn_rag.server.keys import BlockId, block_keys
+from blockattn_rag.server.plan import BlockPlan, parse_plan
 from blockattn_rag.server.vllm import ensure
 from blockattn_rag.server.vllm.ensure import BlockEnsurer, KeptBlocks
-from blockattn_rag.server.vllm.requests import Encodable, encodables
 from blockattn_rag.server.vllm.scheduler import UNSAVED
 from blockattn_rag.server.vllm.service import Service
 from blockattn_rag.store import DirectoryStore
@@ -91,11 +92,17 @@ def full_client(reference: Reference, store: DirectoryStore) -> Client:
 
 
 @pytest.fixture
-def blocks(reference: Reference) -> list[Encodable]:
+def blocks(reference: Reference) -> list[BlockId]:
     """Blocks of a prompt that repeats its first passage."""
     blocks = reference.case(1).blocks
-    keep = [STORED] * (len(blocks) + 1)
-    return encodables([*blocks, blocks[1]], "", reference.profile, opens_prompt=True, keep=keep)
+    return ids_of(reference, [*blocks, blocks[1]], [STORED] * (len(blocks) + 1))
+
+
+def ids_of(
+    reference: Reference, blocks: Sequence[list[int]], keep: Sequence[Keep]
+) -> list[BlockId]:
+    plan = BlockPlan("complete", tuple(map(len, blocks)), keep=tuple(keep))
+    return block_keys([*chain.from_iterable(blocks)], plan, reference.profile)
 
 
 def ensurer_of(client: Client, **options: Any) -> BlockEnsurer:
@@ -104,12 +111,12 @@ def ensurer_of(client: Client, **options: Any) -> BlockEnsurer:
     return BlockEnsurer(client, client.store, config, reference.profile)
 
 
-def sizes(blocks: Sequence[Encodable]) -> dict[str, int]:
+def sizes(blocks: Sequence[BlockId]) -> dict[str, int]:
     return {block.key: block.tokens for block in blocks}
 
 
 def test_a_block_is_encoded_once_for_concurrent_requests(
-    client: Client, blocks: list[Encodable]
+    client: Client, blocks: list[BlockId]
 ) -> None:
     ensurer = ensurer_of(client)
 
@@ -121,7 +128,7 @@ def test_a_block_is_encoded_once_for_concurrent_requests(
     assert asyncio.run(ensurer_of(client).ensure(blocks)) == {}
 
 
-def test_leaving_does_not_affect_other_waiters(client: Client, blocks: list[Encodable]) -> None:
+def test_leaving_does_not_affect_other_waiters(client: Client, blocks: list[BlockId]) -> None:
     ensurer = ensurer_of(client)
 
     async def one_leaves() -> dict[str, int]:
@@ -138,7 +145,7 @@ def test_leaving_does_not_affect_other_waiters(client: Client, blocks: list[Enco
 
 
 def test_blocks_without_waiting_requests_are_not_encoded(
-    client: Client, blocks: list[Encodable], monkeypatch: pytest.MonkeyPatch
+    client: Client, blocks: list[BlockId], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ensure, "_AT_ONCE", 1)
     ensurer = ensurer_of(client)
@@ -157,9 +164,9 @@ def test_blocks_without_waiting_requests_are_not_encoded(
 
 
 def test_concurrent_encoding_is_limited_by_the_write_queue(
-    reference: Reference, client: Client, blocks: list[Encodable], monkeypatch: pytest.MonkeyPatch
+    reference: Reference, client: Client, blocks: list[BlockId], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    longest = max(len(one.block.ids) for one in blocks)
+    longest = max(len(one.ids) for one in blocks)
     monkeypatch.setattr(ensure, "QUEUE_BYTES", longest * reference.profile.bytes_per_token)
     asyncio.run(ensurer_of(client).ensure(blocks))
     assert len(client.asked) == len(blocks) - 1
@@ -167,7 +174,7 @@ def test_concurrent_encoding_is_limited_by_the_write_queue(
 
 
 def test_nothing_is_encoded_for_an_unwritable_store(
-    store: DirectoryStore, client: Client, blocks: list[Encodable], monkeypatch: pytest.MonkeyPatch
+    store: DirectoryStore, client: Client, blocks: list[BlockId], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ensure, "_STORED_WITHIN_S", 0.01)
     now, put = [0.0], store.put
@@ -191,7 +198,7 @@ def test_nothing_is_encoded_for_an_unwritable_store(
 
 
 def test_with_a_full_store_blocks_are_kept_in_memory(
-    store: DirectoryStore, full_client: Client, blocks: list[Encodable]
+    store: DirectoryStore, full_client: Client, blocks: list[BlockId]
 ) -> None:
     ensurer = ensurer_of(full_client)
     began = time.monotonic()
@@ -202,7 +209,7 @@ def test_with_a_full_store_blocks_are_kept_in_memory(
     assert list(store.keys()) == []
 
 
-def test_must_store_raises_the_reason(full_client: Client, blocks: list[Encodable]) -> None:
+def test_must_store_raises_the_reason(full_client: Client, blocks: list[BlockId]) -> None:
     ensurer = ensurer_of(full_client)
     began = time.monotonic()
     for _ in range(2):  # the second time, nothing is attempted
@@ -213,7 +220,7 @@ def test_must_store_raises_the_reason(full_client: Client, blocks: list[Encodabl
 
 
 def test_a_full_store_without_private_memory_is_an_error(
-    full_client: Client, blocks: list[Encodable]
+    full_client: Client, blocks: list[BlockId]
 ) -> None:
     ensurer = ensurer_of(full_client, private_memory="0")
     with pytest.raises(ServingError, match="not stored: No space left on device"):
@@ -221,7 +228,7 @@ def test_a_full_store_without_private_memory_is_an_error(
 
 
 def test_waiting_for_an_unresponsive_store_times_out(
-    store: DirectoryStore, client: Client, blocks: list[Encodable], monkeypatch: pytest.MonkeyPatch
+    store: DirectoryStore, client: Client, blocks: list[BlockId], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ensure, "_ANSWERED_WITHIN_S", 0.01)
     answers = threading.Event()
@@ -236,7 +243,7 @@ def test_waiting_for_an_unresponsive_store_times_out(
 def test_store_locations_are_logged_but_hidden_from_clients(
     store: DirectoryStore,
     client: Client,
-    blocks: list[Encodable],
+    blocks: list[BlockId],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -253,24 +260,22 @@ def test_store_locations_are_logged_but_hidden_from_clients(
     assert f"{store.path}/" in caplog.text
 
 
-def test_a_read_only_server_reports_missing_blocks(client: Client, blocks: list[Encodable]) -> None:
+def test_a_read_only_server_reports_missing_blocks(client: Client, blocks: list[BlockId]) -> None:
     with pytest.raises(MissError, match=f"{len(blocks) - 1} of {len(blocks)} blocks"):
         asyncio.run(ensurer_of(client, read_only=True).ensure(blocks))
     assert client.asked == []
 
 
 def test_encoding_errors_are_reported(
-    reference: Reference, store: DirectoryStore, blocks: list[Encodable]
+    reference: Reference, store: DirectoryStore, blocks: list[BlockId]
 ) -> None:
     client = Client(reference, store, reason="error")
     with pytest.raises(ServingError, match="finish reason 'error'"):
         asyncio.run(ensurer_of(client).ensure(blocks))
 
 
-def kept_of(reference: Reference, *keep: Keep) -> list[Encodable]:
-    return encodables(
-        reference.case(1).blocks[: len(keep)], "", reference.profile, opens_prompt=True, keep=keep
-    )
+def kept_of(reference: Reference, *keep: Keep) -> list[BlockId]:
+    return ids_of(reference, reference.case(1).blocks[: len(keep)], keep)
 
 
 def test_a_read_only_server_encodes_for_its_memory(
@@ -291,7 +296,7 @@ def test_stored_blocks_are_not_used_as_private_blocks(
 ) -> None:
     blocks = kept_of(reference, IN_MEMORY, PRIVATE)
     for one in kept_of(reference, STORED, STORED):
-        store.put(one.key, reference.encoded(one.token_ids))
+        store.put(one.key, reference.encoded([*one.ids]))
     for thorough in (False, True):
         found = asyncio.run(ensurer_of(client).ensure(blocks, thorough=thorough))
         assert found == sizes(blocks[1:])

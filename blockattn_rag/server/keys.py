@@ -55,6 +55,8 @@ class BlockId(NamedTuple):
         start: Index of its first token in the prompt.
         namespaces: Namespaces to search for the block, its own first.
         keys: Store key of the block in each namespace.
+        namespace: Namespace of the plan, without the suffix of private blocks.
+        opens_prompt: See ``BlockPlan``.
     """
 
     place: int
@@ -64,11 +66,29 @@ class BlockId(NamedTuple):
     namespaces: tuple[str, ...]
     keys: tuple[str, ...]
     keep: Keep = STORED
+    namespace: str = ""
+    opens_prompt: bool = False
 
     @property
     def key(self) -> str:
         """Store key in the block's own namespace."""
         return self.keys[0]
+
+    @property
+    def name(self) -> tuple[str, bool]:
+        """Identity of the block: its key, and whether it may be stored."""
+        return self.key, self.keep.is_stored
+
+    @property
+    def tokens(self) -> int:
+        return len(self.ids)
+
+    def to_encode(self, profile: ModelProfile) -> tuple[list[int], BlockPlan]:
+        """Return the prompt that encodes the block (the sink, if any, and its tokens), and its
+        plan."""
+        sink = () if self.opens_prompt else profile.sink_ids
+        plan = BlockPlan("encode", (self.tokens,), self.namespace, (self.keep,), self.opens_prompt)
+        return [*sink, *self.ids], plan
 
 
 def block_keys(
@@ -104,6 +124,7 @@ def block_keys(
         keep = plan.keep[place]
         names = access.namespaces(private=keep.is_private)
         keys = tuple(store_key(profile.fingerprint, digest, name) for name in names)
-        found.append(BlockId(place, start, ids, digest, names, keys, keep))
+        block = BlockId(place, start, ids, digest, names, keys, keep, plan.namespace, is_first)
+        found.append(block)
         start += length
     return found

@@ -20,7 +20,6 @@ from blockattn_rag.server.config import ServingConfig
 from blockattn_rag.server.keys import BlockId
 from blockattn_rag.server.profile import ModelProfile
 from blockattn_rag.server.shares import Share
-from blockattn_rag.server.vllm.requests import Encodable
 from blockattn_rag.server.vllm.saver import QUEUE_BYTES
 from blockattn_rag.server.vllm.scheduler import UNSAVED, new_encode_name
 from blockattn_rag.store.base import KVStore, is_damage
@@ -86,7 +85,7 @@ class BlockEnsurer:
         self._why_unstored = ""
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="blockattn-rag-ensure")
 
-    async def found(self, blocks: Sequence[Encodable], *, thorough: bool = False) -> list[bool]:
+    async def found(self, blocks: Sequence[BlockId], *, thorough: bool = False) -> list[bool]:
         """Check whether each block is available, and mark available blocks as used.
 
         If ``thorough``, complete entries are read, and damaged ones deleted. Blocks in the workers'
@@ -97,15 +96,15 @@ class BlockEnsurer:
         there = dict(zip(distinct, await asyncio.gather(*looks), strict=True))
         return [there[block.name] for block in blocks]
 
-    async def _is_found(self, block: Encodable, thorough: bool) -> bool:
-        if not block.in_store and thorough:
+    async def _is_found(self, block: BlockId, thorough: bool) -> bool:
+        if not block.keep.is_stored and thorough:
             self._kept.discard(block.key)
-        if not block.in_store and self._kept.use(block.key):
+        if not block.keep.is_stored and self._kept.use(block.key):
             return True
-        return await self._asked(self._is_sound if thorough else self._is_there, block.block)
+        return await self._asked(self._is_sound if thorough else self._is_there, block)
 
     async def ensure(
-        self, blocks: Sequence[Encodable], *, thorough: bool = False, must_store: bool = False
+        self, blocks: Sequence[BlockId], *, thorough: bool = False, must_store: bool = False
     ) -> dict[str, int]:
         """Encode missing blocks. Returns the number of tokens of each of them, by key.
 
@@ -119,7 +118,7 @@ class BlockEnsurer:
         absent = {block.name: block for block, is_found in pairs if not is_found}
         late = [block for block in absent.values() if not thorough and self._kept.use(block.key)]
         missing = {name: block for name, block in absent.items() if block not in late}
-        unstored = sum(block.in_store for block in missing.values())
+        unstored = sum(block.keep.is_stored for block in missing.values())
         if unstored and self._config.read_only:
             raise MissError(
                 f"{unstored} of {len(blocks)} blocks are not stored, and this server is read_only; "
@@ -128,7 +127,7 @@ class BlockEnsurer:
         in_memory = {
             block.key: block.tokens
             for block in blocks
-            if not block.in_store and (block.name in missing or self._kept.use(block.key))
+            if not block.keep.is_stored and (block.name in missing or self._kept.use(block.key))
         }
         self._kept.check_room(sum(in_memory.values()))
         failures = await asyncio.gather(*(self._unstored(block) for block in missing.values()))
@@ -137,18 +136,19 @@ class BlockEnsurer:
         in_memory |= {block.key: block.tokens for block in [*failed, *late]}
         if failed and (must_store or sum(in_memory.values()) > self._kept.max_tokens):
             raise next(filter(None, failures))
-        await asyncio.gather(*(self._encoded(block.for_memory()) for block in failed))
+        unstorable = [b._replace(keep=b.keep._replace(is_stored=False)) for b in failed]
+        await asyncio.gather(*map(self._encoded, unstorable))
         self._store_later(late)
         return {block.key: block.tokens for block in missing.values()}
 
-    async def _unstored(self, block: Encodable) -> NotStoredError | None:
+    async def _unstored(self, block: BlockId) -> NotStoredError | None:
         try:
             await self._encoded(block)
         except NotStoredError as error:
             return error
         return None
 
-    def _store_later(self, blocks: Iterable[Encodable]) -> None:
+    def _store_later(self, blocks: Iterable[BlockId]) -> None:
         """Store blocks from the workers' memory in the background, now that this is permitted."""
         for block in blocks if not self._config.read_only else ():
             task = asyncio.create_task(self._encoded(block))
@@ -156,7 +156,7 @@ class BlockEnsurer:
             task.add_done_callback(self._later.discard)
             task.add_done_callback(lambda task: task.cancelled() or task.exception())  # see _land
 
-    async def _encoded(self, block: Encodable) -> None:
+    async def _encoded(self, block: BlockId) -> None:
         """Encode a block, or wait if it is already being encoded.
 
         The request is canceled if the last waiter leaves before the request is sent to the engine.
@@ -186,18 +186,18 @@ class BlockEnsurer:
         if self._flights.get(name) is flight:
             del self._flights[name]
 
-    async def _encode(self, block: Encodable, flight: _Flight) -> None:
+    async def _encode(self, block: BlockId, flight: _Flight) -> None:
         request_id = new_encode_name()
         async with self._room.taken(block.tokens * self._profile.bytes_per_token):
-            if block.in_store and not self._storing.allows():
+            if block.keep.is_stored and not self._storing.allows():
                 raise NotStoredError(
                     f"Several blocks in a row could not be stored ({self._why_unstored}); the next "
                     f"attempt is within {_PAUSE_S:g} s"
                 )
             flight.is_asked = True
             await self._run_encoding(block, request_id)
-            if block.in_store:
-                await self._stored(block.block, request_id)
+            if block.keep.is_stored:
+                await self._stored(block, request_id)
             else:  # Workers execute this save before later loads.
                 self._kept.add(block.key, block.tokens)
 
@@ -221,9 +221,10 @@ class BlockEnsurer:
             asking.cancel()
         self._storing.succeeded()
 
-    async def _run_encoding(self, block: Encodable, request_id: str) -> None:
-        reason, params = None, block.plan.to_dict(self._secret)
-        async for output in self._generate(block.token_ids, params, request_id, 1):
+    async def _run_encoding(self, block: BlockId, request_id: str) -> None:
+        reason, (token_ids, plan) = None, block.to_encode(self._profile)
+        params = plan.to_dict(self._secret)
+        async for output in self._generate(token_ids, params, request_id, 1):
             reason = output.outputs[0].finish_reason
         if reason not in ("length", "stop"):
             raise ServingError(

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from blockattn_rag.errors import ProtocolError
 from blockattn_rag.output.grammar import KINDS, MOST_CHARACTERS, choice_grammar
-from blockattn_rag.prompts.blocks import STORED, Keep
+from blockattn_rag.prompts.blocks import STORED
 from blockattn_rag.server.config import ServingConfig
 from blockattn_rag.server.keys import BlockId, block_keys, full_mode_salt
 from blockattn_rag.server.plan import BlockPlan
@@ -39,58 +38,6 @@ _UNSUPPORTED = {
 _MOST_REFERENCES = 1_000
 
 
-class Encodable(NamedTuple):
-    """Block with the prompt that encodes it: the sink, if any, and the block's tokens."""
-
-    block: BlockId
-    token_ids: list[int]
-    plan: BlockPlan
-
-    @property
-    def key(self) -> str:
-        return self.block.key
-
-    @property
-    def in_store(self) -> bool:
-        """Whether the block may be stored. If not, it is kept in the workers' memory."""
-        return self.block.keep.is_stored
-
-    @property
-    def name(self) -> tuple[str, bool]:
-        """Identity of the block: its key, and whether it may be stored."""
-        return self.key, self.in_store
-
-    @property
-    def tokens(self) -> int:
-        return len(self.block.ids)
-
-    def for_memory(self) -> Encodable:
-        keep = self.block.keep._replace(is_stored=False)
-        plan = replace(self.plan, keep=(keep,))
-        return Encodable(self.block._replace(keep=keep), self.token_ids, plan)
-
-
-def encodables(
-    blocks: Sequence[Sequence[int]],
-    namespace: str,
-    profile: ModelProfile,
-    read_namespaces: Sequence[str] = (),
-    *,
-    opens_prompt: bool,
-    keep: Sequence[Keep],
-) -> list[Encodable]:
-    """Create blocks from token ids. If ``opens_prompt``, the first of them is the first of its
-    prompt, which is encoded without sink and adapter."""
-    found = []
-    for place, ids in enumerate(blocks):
-        first = opens_prompt and place == 0
-        token_ids = [*(() if first else profile.sink_ids), *ids]
-        plan = BlockPlan("encode", (len(ids),), namespace, (keep[place],), opens_prompt=first)
-        (block,) = block_keys(token_ids, plan, profile, read_namespaces)
-        found.append(Encodable(block, token_ids, plan))
-    return found
-
-
 @dataclass(frozen=True, slots=True)
 class RequestReader:
     """Converter of request bodies to blocks.
@@ -110,9 +57,12 @@ class RequestReader:
     def model_names(self) -> tuple[str, ...]:
         return tuple(model.name for model in self.models.base_model_paths)
 
-    def passages(self, texts: Sequence[Sequence[int]], headers: Headers) -> list[Encodable]:
-        keep = [STORED] * len(texts)
-        return self._encodables(texts, self.namespace(headers), keep, opens_prompt=False)
+    def passages(self, texts: Sequence[Sequence[int]], headers: Headers) -> list[BlockId]:
+        namespace, blocks = self.namespace(headers), list[BlockId]()
+        for ids in texts:
+            plan = BlockPlan("encode", (len(ids),), namespace, (STORED,))
+            blocks += self._blocks([*self.profile.sink_ids, *ids], plan)
+        return blocks
 
     def full_mode(self, request: Any, prompt: TokenPrompt | None, headers: Headers) -> None:
         """Prepare a full-mode request for vLLM's handlers."""
@@ -128,16 +78,14 @@ class RequestReader:
 
     def block_mode(
         self, request: Any, prompt: TokenPrompt, headers: Headers
-    ) -> tuple[BlockPlan, list[Encodable]]:
+    ) -> tuple[BlockPlan, list[BlockId]]:
         """Prepare a block-mode request for vLLM's handlers. Returns the plan of its prompt, and its
         context blocks."""
         self._prepare_grammar(request)
         self._check(request, len(prompt.token_ids))
         namespace = self.namespace(headers)
         plan = BlockPlan("complete", prompt.lengths, namespace, prompt.keep, fixed=prompt.fixed)
-        tokens = iter(prompt.token_ids)
-        ids = [tuple(islice(tokens, length)) for length in plan.lengths]
-        blocks = self._encodables(ids, namespace, plan.keep, opens_prompt=True)
+        blocks = self._blocks(prompt.token_ids, plan)
         _set_tokens(request, prompt.token_ids, plan.to_dict(self.config.tenant_secret))
         return plan, blocks
 
@@ -159,25 +107,15 @@ class RequestReader:
             )
         return parse(Namespace, tenants[0], TENANT_HEADER)
 
-    def _encodables(
-        self,
-        blocks: Sequence[Sequence[int]],
-        namespace: str,
-        keep: Sequence[Keep],
-        *,
-        opens_prompt: bool,
-    ) -> list[Encodable]:
-        readable = self.config.read_namespaces
-        found = encodables(
-            blocks, namespace, self.profile, readable, opens_prompt=opens_prompt, keep=keep
-        )
-        longest = max((len(candidate.token_ids) for candidate in found), default=0)
+    def _blocks(self, token_ids: Sequence[int], plan: BlockPlan) -> list[BlockId]:
+        blocks = block_keys(token_ids, plan, self.profile, self.config.read_namespaces)
+        longest = max((len(block.to_encode(self.profile)[0]) for block in blocks), default=0)
         if longest >= self.max_tokens:
             raise ProtocolError(
                 f"A block has {longest} tokens including the sink, expected fewer than the "
                 f"server's max_model_len, {self.max_tokens}"
             )
-        return found
+        return blocks
 
     def _prepare_grammar(self, request: Any) -> None:
         """Check the size of a request's grammar, and rewrite ``choice`` for the guidance backend.
