@@ -44,8 +44,6 @@ token, and an idle engine runs no further steps."""
 _FIRST_ASKED_S, _ASKED_EVERY_S = 0.1, 0.5
 """Delay of the first query of why a block is not stored yet, and interval of later queries."""
 
-_Name = tuple[str, bool]
-
 
 class NotStoredError(ServingError):
     """Raised if a block was not stored. Workers can then keep it in memory instead."""
@@ -77,7 +75,7 @@ class BlockEnsurer:
         self._outline = Share.of(profile).token_outline(profile)
         self._kept = KeptBlocks(config.private_tokens(profile))
         self._later: set[asyncio.Task[None]] = set()
-        self._flights: dict[_Name, _Flight] = {}
+        self._flights: dict[tuple[str, bool], _Flight] = {}
         # Workers drop blocks if they encode faster than they store, so blocks wait here.
         self._room = Room(_AT_ONCE, QUEUE_BYTES)
         # A store that rejects all blocks would delay every request and waste computation.
@@ -175,14 +173,14 @@ class BlockEnsurer:
                 self._forget(block.name, flight)
                 flight.task.cancel()
 
-    def _land(self, name: _Name, flight: _Flight) -> None:
+    def _land(self, name: tuple[str, bool], flight: _Flight) -> None:
         self._forget(name, flight)
         # Logged here, because all waiters may have left. While the breaker is open, nothing is
         # logged, because each request would log the same message.
         if flight.is_asked and not flight.task.cancelled() and (error := flight.task.exception()):
             logger.warning("A block was not encoded: %s", error)
 
-    def _forget(self, name: _Name, flight: _Flight) -> None:
+    def _forget(self, name: tuple[str, bool], flight: _Flight) -> None:
         if self._flights.get(name) is flight:
             del self._flights[name]
 
