@@ -181,7 +181,10 @@ class Service:
     async def _answer(self, call: _Call) -> Answer:
         """Answer a request, in block mode if its prompt contains passages."""
         body, headers = call.body, call.raw_request.headers
-        render = partial(asyncio.to_thread, self._render, call)
+
+        async def render(recognize: Recognizer | None) -> TokenPrompt | None:
+            return await asyncio.to_thread(self._render, call, recognize)
+
         must_render = body.has_passages or call.tools is not None
         if not self._config.recognize:
             return await self._reported(call, await render(None) if must_render else None)
