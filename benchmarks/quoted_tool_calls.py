@@ -33,7 +33,7 @@ from blockattn_rag.llama_index import BlockAttentionLLM
 from blockattn_rag.llama_index.messages import INVALID_CALLS
 from blockattn_rag.output import FORMATS
 from blockattn_rag.prompts.blocks import Span
-from blockattn_rag.server.vllm.tool_calls import ServedTools
+from blockattn_rag.server.vllm.answers import ServedTools
 from tests.quoting import CALLS, delete_all, quoting_model
 from tests.server.served_answers import chat_request, streamed_answer, whole_answer
 

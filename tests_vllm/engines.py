@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import pytest
 from vllm import LLM, SamplingParams
 from vllm.config import KVTransferConfig
 
+from blockattn_rag.prompts.blocks import STORED, Keep
+from blockattn_rag.server.plan import BlockPlan
 from tests_vllm.reference import MODEL, TOKENS, Case
 
 
 class Said(NamedTuple):
-    """Answer: tokens, finish reason, and the report on its blocks."""
+    """Answer: tokens, finish reason, and the report on its blocks, empty if there is none."""
 
     tokens: list[int]
     reason: str | None
-    blocks: dict[str, Any] | None
+    blocks: dict[str, Any]
 
 
 class Engine:
@@ -72,14 +76,20 @@ class Engine:
             Said(
                 list(output.outputs[0].token_ids),
                 output.outputs[0].finish_reason,
-                (output.kv_transfer_params or {}).get("blockattn"),
+                (output.kv_transfer_params or {}).get("blockattn") or {},
             )
             for output in outputs
         ]
 
-    def block(self, case: Case, **sampling: Any) -> Said:
+    def block(self, case: Case, keep: Keep = STORED, **sampling: Any) -> Said:
         """Answer in block mode."""
-        return self.ask(case.ids, case.params, **sampling)
+        return self.ask(case.ids, case.params_of(keep), **sampling)
+
+    def encode(self, blocks: Sequence[list[int]], keep: Keep = STORED) -> list[str | None]:
+        """Encode blocks. Returns the finish reason of each request."""
+        plans = [BlockPlan("encode", (len(block),), keep=(keep,)).to_dict() for block in blocks]
+        said = self.ask_all([*zip(blocks, plans, strict=True)], max_tokens=1)
+        return [one.reason for one in said]
 
     def full(self, case: Case, **sampling: Any) -> Said:
         """Answer in full mode."""
@@ -112,6 +122,17 @@ class Engine:
     def close(self) -> None:
         """Terminate the processes of the engine."""
         self.llm.llm_engine.engine_core.shutdown()
+
+
+@contextmanager
+def running(options: dict[str, Any], **engine: Any) -> Iterator[Engine]:
+    """Run an engine with one rank or, on its own core each, two ranks."""
+    with pytest.MonkeyPatch.context() as environment:
+        if 2 in (engine.get("tensor_parallel_size"), engine.get("pipeline_parallel_size")):
+            environment.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+        made = Engine(options, **engine)
+        yield made
+        made.close()
 
 
 def sampling_of(params: dict[str, Any] | None, **sampling: Any) -> SamplingParams:

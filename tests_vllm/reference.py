@@ -61,7 +61,11 @@ class Case(NamedTuple):
     @property
     def params(self) -> dict[str, Any]:
         """``kv_transfer_params`` of a request."""
-        return BlockPlan("complete", self.lengths, keep=self.keep).to_dict()
+        return self.params_of(STORED)
+
+    def params_of(self, keep: Keep) -> dict[str, Any]:
+        """Return ``kv_transfer_params`` with the same ``keep`` for all blocks."""
+        return BlockPlan("complete", self.lengths, keep=(keep,) * len(self.lengths)).to_dict()
 
     def body(self, **more: Any) -> dict[str, Any]:
         """Return the body of a completion request for ``TOKENS`` greedy tokens."""
@@ -91,12 +95,8 @@ class Reference:
         )
         self.model: BlockModel = self.engine._model
         self.profile: ModelProfile = profile_of(self.model)
-        lines = (
-            (PACKAGE / "app" / "demo" / "data" / "test-order-5.jsonl")
-            .read_text("utf-8")
-            .splitlines()
-        )
-        self._records = [json.loads(line) for line in lines]
+        data = PACKAGE / "app" / "demo" / "data" / "test-order-5.jsonl"
+        self._records = [json.loads(line) for line in data.read_text("utf-8").splitlines()]
 
     def options(self, **changed: Any) -> dict[str, Any]:
         """Return options of a connector that uses the store of the reference."""
@@ -161,14 +161,8 @@ class Reference:
     ) -> list[int]:
         """Return greedy tokens of the local engine. Their number is fixed, because the text after
         the actual answer reveals more differences."""
-        made = self.engine.generate(
-            case.prompt,
-            mode=mode,
-            max_new_tokens=tokens,
-            min_new_tokens=tokens,
-            temperature=0.0,
-            **options,
-        )
+        lengths = {"max_new_tokens": tokens, "min_new_tokens": tokens}
+        made = self.engine.generate(case.prompt, mode=mode, temperature=0.0, **lengths, **options)
         return list(made.token_ids)
 
 

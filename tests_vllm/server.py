@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -135,7 +136,7 @@ class Server:
     def counted(self, name: str) -> float:
         """Return the sum of a Prometheus counter or gauge over all labels."""
         lines = self.http.get("/metrics").text.splitlines()
-        return sum(float(line.split()[-1]) for line in lines if line.startswith(f"{name}{{"))
+        return sum(float(line.split()[-1]) for line in lines if re.match(rf"{name}[{{ ]", line))
 
     def kill(self) -> None:
         """Kill the server and all of its processes, as in a crash."""

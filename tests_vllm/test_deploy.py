@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import yaml
 from vllm.config import KVTransferConfig
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from blockattn_rag.server.config import CONNECTOR, ServingConfig
-from blockattn_rag.server.launch import vllm_command
+from blockattn_rag.server.launch import STRUCTURED_OUTPUTS, vllm_command
 
 try:
     from vllm.entrypoints.common.cli_args import make_arg_parser
@@ -19,15 +20,17 @@ except ModuleNotFoundError:  # vLLM 0.32
 DEPLOY = Path(__file__).parents[1] / "deploy"
 
 
+def parsed(*options: str) -> Any:
+    return make_arg_parser(FlexibleArgumentParser()).parse_args([*options])
+
+
 def test_server_options_are_accepted_by_vllm() -> None:
-    parser = make_arg_parser(FlexibleArgumentParser())
-    given = parser.parse_args(["--config", str(DEPLOY / "serve.yaml")])
+    given = parsed("--config", str(DEPLOY / "serve.yaml"))
     assert (given.model, given.served_model_name) == ("/model", ["llama"])
     assert given.allowed_origins == []
-    held = given.structured_outputs_config
-    assert held.backend == "guidance"
-    assert held.disable_any_whitespace
-    assert held.disable_additional_properties
+    outputs = given.structured_outputs_config
+    found = {name: getattr(outputs, name) for name in STRUCTURED_OUTPUTS}
+    assert found == STRUCTURED_OUTPUTS
     transfer = given.kv_transfer_config
     assert isinstance(transfer, KVTransferConfig)
     assert (transfer.kv_connector, transfer.kv_load_failure_policy) == (CONNECTOR, "fail")
@@ -38,18 +41,12 @@ def test_container_options_are_added_to_those_of_serve() -> None:
     services = yaml.safe_load((DEPLOY / "compose.yaml").read_text("utf-8"))["services"]
     words = services["vllm"]["command"]
     options = words[words.index("--") + 1 :]
+    address: dict[str, Any] = {"host": "0.0.0.0", "port": 8000}
     connector = {"store": "s3://kv/llama"}
     command = vllm_command(
-        "/model",
-        name="/model",
-        dtype="bfloat16",
-        connector=connector,
-        host="0.0.0.0",
-        port=8000,
-        options=options,
+        "/model", name="/model", dtype="bfloat16", connector=connector, options=options, **address
     )
-    parser = make_arg_parser(FlexibleArgumentParser())
-    given = parser.parse_args(command[command.index("--model") :])
+    given = parsed(*command[command.index("--model") :])
     assert given.served_model_name == ["llama"]
     assert given.structured_outputs_config.backend == "guidance"
     transfer = given.kv_transfer_config

@@ -6,8 +6,9 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import nullcontext
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,10 +25,10 @@ from blockattn_rag.errors import (
 )
 from blockattn_rag.prompts.blocks import IN_MEMORY, PRIVATE, STORED, Keep
 from blockattn_rag.server.config import ServingConfig
-from blockattn_rag.server.plan import parse_plan
+from blockattn_rag.server.keys import BlockId, block_keys
+from blockattn_rag.server.plan import BlockPlan, parse_plan
 from blockattn_rag.server.vllm import ensure
-from blockattn_rag.server.vllm.ensure import BlockEnsurer
-from blockattn_rag.server.vllm.requests import Encodable, encodables
+from blockattn_rag.server.vllm.ensure import BlockEnsurer, KeptBlocks
 from blockattn_rag.server.vllm.scheduler import UNSAVED
 from blockattn_rag.server.vllm.service import Service
 from blockattn_rag.store import DirectoryStore
@@ -79,37 +80,58 @@ def store(tmp_path: Path) -> DirectoryStore:
     return DirectoryStore(tmp_path / "kv")
 
 
+@pytest.fixture
+def client(reference: Reference, store: DirectoryStore) -> Client:
+    return Client(reference, store)
+
+
+@pytest.fixture
+def full_client(reference: Reference, store: DirectoryStore) -> Client:
+    """Client of an engine whose store is full."""
+    return Client(reference, store, unstored="No space left on device")
+
+
+@pytest.fixture
+def blocks(reference: Reference) -> list[BlockId]:
+    """Blocks of a prompt that repeats its first passage."""
+    blocks = reference.case(1).blocks
+    return ids_of(reference, [*blocks, blocks[1]], [STORED] * (len(blocks) + 1))
+
+
+def ids_of(
+    reference: Reference, blocks: Sequence[list[int]], keep: Sequence[Keep]
+) -> list[BlockId]:
+    plan = BlockPlan("complete", tuple(map(len, blocks)), keep=tuple(keep))
+    return block_keys([*chain.from_iterable(blocks)], plan, reference.profile)
+
+
 def ensurer_of(client: Client, **options: Any) -> BlockEnsurer:
     reference = client.reference
     config = ServingConfig.parse(reference.options(store=str(client.store.path), **options))
     return BlockEnsurer(client, client.store, config, reference.profile)
 
 
-def blocks_of(reference: Reference) -> list[Encodable]:
-    blocks = reference.case(1).blocks
-    blocks, keep = [*blocks, blocks[1]], [STORED] * (len(blocks) + 1)
-    return encodables(blocks, "", reference.profile, opens_prompt=True, keep=keep)
+def sizes(blocks: Sequence[BlockId]) -> dict[str, int]:
+    return {block.key: block.tokens for block in blocks}
 
 
 def test_a_block_is_encoded_once_for_concurrent_requests(
-    reference: Reference, store: DirectoryStore
+    client: Client, blocks: list[BlockId]
 ) -> None:
-    client = Client(reference, store)
-    ensurer, blocks = ensurer_of(client), blocks_of(reference)
+    ensurer = ensurer_of(client)
 
-    async def all_at_once() -> list[list[bool]]:
+    async def all_at_once() -> list[dict[str, int]]:
         return await asyncio.gather(*(ensurer.ensure(blocks) for _ in range(4)))
 
-    assert asyncio.run(all_at_once()) == [[True] * len(blocks)] * 4
+    assert asyncio.run(all_at_once()) == [sizes(blocks)] * 4
     assert len(client.asked) == len(blocks) - 1
-    assert asyncio.run(ensurer_of(client).ensure(blocks)) == [False] * len(blocks)
+    assert asyncio.run(ensurer_of(client).ensure(blocks)) == {}
 
 
-def test_leaving_does_not_affect_other_waiters(reference: Reference, store: DirectoryStore) -> None:
-    client = Client(reference, store)
-    ensurer, blocks = ensurer_of(client), blocks_of(reference)
+def test_leaving_does_not_affect_other_waiters(client: Client, blocks: list[BlockId]) -> None:
+    ensurer = ensurer_of(client)
 
-    async def one_leaves() -> list[bool]:
+    async def one_leaves() -> dict[str, int]:
         first = asyncio.create_task(ensurer.ensure(blocks))
         while not client.asked:
             await asyncio.sleep(0.001)
@@ -118,18 +140,17 @@ def test_leaving_does_not_affect_other_waiters(reference: Reference, store: Dire
         first.cancel()
         return await second
 
-    assert asyncio.run(one_leaves()) == [True] * len(blocks)
+    assert asyncio.run(one_leaves()) == sizes(blocks)
     assert len(client.asked) == len(blocks) - 1
 
 
 def test_blocks_without_waiting_requests_are_not_encoded(
-    reference: Reference, store: DirectoryStore, monkeypatch: pytest.MonkeyPatch
+    client: Client, blocks: list[BlockId], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ensure, "_AT_ONCE", 1)
-    client = Client(reference, store)
-    ensurer, blocks = ensurer_of(client), blocks_of(reference)
+    ensurer = ensurer_of(client)
 
-    async def all_leave() -> list[bool]:
+    async def all_leave() -> dict[str, int]:
         first = asyncio.create_task(ensurer.ensure(blocks))
         while not client.asked:
             await asyncio.sleep(0.001)
@@ -138,33 +159,30 @@ def test_blocks_without_waiting_requests_are_not_encoded(
         await asyncio.sleep(0)
         return await ensurer.ensure(blocks[-1:])
 
-    assert asyncio.run(all_leave()) == [True]
+    assert asyncio.run(all_leave()) == sizes(blocks[-1:])
     assert len(client.asked) == 2  # the running request and the new one
 
 
 def test_concurrent_encoding_is_limited_by_the_write_queue(
-    reference: Reference, store: DirectoryStore, monkeypatch: pytest.MonkeyPatch
+    reference: Reference, client: Client, blocks: list[BlockId], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    blocks = blocks_of(reference)
-    longest = max(len(one.block.ids) for one in blocks)
+    longest = max(len(one.ids) for one in blocks)
     monkeypatch.setattr(ensure, "QUEUE_BYTES", longest * reference.profile.bytes_per_token)
-    client = Client(reference, store)
     asyncio.run(ensurer_of(client).ensure(blocks))
     assert len(client.asked) == len(blocks) - 1
     assert client.most_at_once == 1
 
 
 def test_nothing_is_encoded_for_an_unwritable_store(
-    reference: Reference, store: DirectoryStore, monkeypatch: pytest.MonkeyPatch
+    store: DirectoryStore, client: Client, blocks: list[BlockId], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ensure, "_STORED_WITHIN_S", 0.01)
     now, put = [0.0], store.put
     monkeypatch.setattr(store, "put", lambda _key, _kv: None)
-    client = Client(reference, store)
-    ensurer, blocks = ensurer_of(client), blocks_of(reference)
+    ensurer = ensurer_of(client)
     ensurer._storing = CircuitBreaker(3, 30.0, clock=lambda: now[0])
 
-    async def ask() -> list[bool]:
+    async def ask() -> dict[str, int]:
         for one in blocks[:3]:
             with pytest.raises(ServingError, match="not stored within"):
                 await ensurer.ensure([one], must_store=True)
@@ -174,60 +192,58 @@ def test_nothing_is_encoded_for_an_unwritable_store(
         assert len(client.asked) == told
         monkeypatch.setattr(store, "put", put)
         now[0] = 31.0
-        return [*await ensurer.ensure(blocks[:1]), *await ensurer.ensure(blocks[1:2])]
+        return await ensurer.ensure(blocks[:1]) | await ensurer.ensure(blocks[1:2])
 
-    assert asyncio.run(ask()) == [True, True]
+    assert asyncio.run(ask()) == sizes(blocks[:2])
 
 
 def test_with_a_full_store_blocks_are_kept_in_memory(
-    reference: Reference, store: DirectoryStore
+    store: DirectoryStore, full_client: Client, blocks: list[BlockId]
 ) -> None:
-    client = Client(reference, store, unstored="No space left on device")
-    ensurer, blocks = ensurer_of(client), blocks_of(reference)
+    ensurer = ensurer_of(full_client)
     began = time.monotonic()
-    assert asyncio.run(ensurer.ensure(blocks)) == [True] * len(blocks)
+    assert asyncio.run(ensurer.ensure(blocks)) == sizes(blocks)
     assert time.monotonic() - began < 10
-    assert client.kept == [IN_MEMORY] * (len(blocks) - 1)
-    assert asyncio.run(ensurer.ensure(blocks)) == [False] * len(blocks)
+    assert full_client.kept == [IN_MEMORY] * (len(blocks) - 1)
+    assert asyncio.run(ensurer.ensure(blocks)) == {}
     assert list(store.keys()) == []
 
 
-def test_must_store_raises_the_reason(reference: Reference, store: DirectoryStore) -> None:
-    client = Client(reference, store, unstored="No space left on device")
-    ensurer, blocks = ensurer_of(client), blocks_of(reference)
+def test_must_store_raises_the_reason(full_client: Client, blocks: list[BlockId]) -> None:
+    ensurer = ensurer_of(full_client)
     began = time.monotonic()
     for _ in range(2):  # the second time, nothing is attempted
         with pytest.raises(ServingError, match="not stored: No space left on device"):
             asyncio.run(ensurer.ensure(blocks, must_store=True))
     assert time.monotonic() - began < 10
-    assert client.kept == []
+    assert full_client.kept == []
 
 
 def test_a_full_store_without_private_memory_is_an_error(
-    reference: Reference, store: DirectoryStore
+    full_client: Client, blocks: list[BlockId]
 ) -> None:
-    client = Client(reference, store, unstored="No space left on device")
-    ensurer = ensurer_of(client, private_memory="0")
+    ensurer = ensurer_of(full_client, private_memory="0")
     with pytest.raises(ServingError, match="not stored: No space left on device"):
-        asyncio.run(ensurer.ensure(blocks_of(reference)))
+        asyncio.run(ensurer.ensure(blocks))
 
 
 def test_waiting_for_an_unresponsive_store_times_out(
-    reference: Reference, store: DirectoryStore, monkeypatch: pytest.MonkeyPatch
+    store: DirectoryStore, client: Client, blocks: list[BlockId], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ensure, "_ANSWERED_WITHIN_S", 0.01)
     answers = threading.Event()
     monkeypatch.setattr(store, "touch", lambda _key: answers.wait())
     try:
         with pytest.raises(StoreError, match="did not respond within"):
-            asyncio.run(ensurer_of(Client(reference, store)).ensure(blocks_of(reference)))
+            asyncio.run(ensurer_of(client).ensure(blocks))
     finally:
         answers.set()
 
 
 def test_store_locations_are_logged_but_hidden_from_clients(
-    reference: Reference,
     store: DirectoryStore,
+    client: Client,
+    blocks: list[BlockId],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -239,99 +255,120 @@ def test_store_locations_are_logged_but_hidden_from_clients(
         caplog.at_level(logging.WARNING, "blockattn_rag"),
         pytest.raises(CorruptEntryError, match="see the server's log") as raised,
     ):
-        asyncio.run(ensurer_of(Client(reference, store)).ensure(blocks_of(reference)))
+        asyncio.run(ensurer_of(client).ensure(blocks))
     assert str(store.path) not in str(raised.value)
     assert f"{store.path}/" in caplog.text
 
 
-def test_a_read_only_server_reports_missing_blocks(
-    reference: Reference, store: DirectoryStore
-) -> None:
-    client = Client(reference, store)
-    blocks = blocks_of(reference)
+def test_a_read_only_server_reports_missing_blocks(client: Client, blocks: list[BlockId]) -> None:
     with pytest.raises(MissError, match=f"{len(blocks) - 1} of {len(blocks)} blocks"):
         asyncio.run(ensurer_of(client, read_only=True).ensure(blocks))
     assert client.asked == []
 
 
-def test_encoding_errors_are_reported(reference: Reference, store: DirectoryStore) -> None:
+def test_encoding_errors_are_reported(
+    reference: Reference, store: DirectoryStore, blocks: list[BlockId]
+) -> None:
     client = Client(reference, store, reason="error")
     with pytest.raises(ServingError, match="finish reason 'error'"):
-        asyncio.run(ensurer_of(client).ensure(blocks_of(reference)))
+        asyncio.run(ensurer_of(client).ensure(blocks))
 
 
-def kept_of(reference: Reference, *keep: Keep) -> list[Encodable]:
-    return encodables(
-        reference.case(1).blocks[: len(keep)], "", reference.profile, opens_prompt=True, keep=keep
-    )
+def kept_of(reference: Reference, *keep: Keep) -> list[BlockId]:
+    return ids_of(reference, reference.case(1).blocks[: len(keep)], keep)
 
 
 def test_a_read_only_server_encodes_for_its_memory(
-    reference: Reference, store: DirectoryStore
+    reference: Reference, store: DirectoryStore, client: Client
 ) -> None:
-    client = Client(reference, store)
     ensurer = ensurer_of(client, read_only=True)
     blocks = kept_of(reference, IN_MEMORY, PRIVATE, PRIVATE)
-    for encoded in (True, False):
-        assert asyncio.run(ensurer.ensure(blocks)) == [encoded] * 3
+    assert asyncio.run(ensurer.ensure(blocks)) == sizes(blocks)
+    assert asyncio.run(ensurer.ensure(blocks)) == {}
     assert client.kept == [IN_MEMORY, PRIVATE, PRIVATE]
     assert list(store.keys()) == []
     # After a failed load, the blocks count as lost by the workers.
-    assert asyncio.run(ensurer.ensure(blocks, thorough=True)) == [True] * 3
+    assert asyncio.run(ensurer.ensure(blocks, thorough=True)) == sizes(blocks)
 
 
 def test_stored_blocks_are_not_used_as_private_blocks(
-    reference: Reference, store: DirectoryStore
+    reference: Reference, store: DirectoryStore, client: Client
 ) -> None:
     blocks = kept_of(reference, IN_MEMORY, PRIVATE)
     for one in kept_of(reference, STORED, STORED):
-        store.put(one.key, reference.encoded(one.token_ids))
-    client = Client(reference, store)
+        store.put(one.key, reference.encoded([*one.ids]))
     for thorough in (False, True):
         found = asyncio.run(ensurer_of(client).ensure(blocks, thorough=thorough))
-        assert found == [False, True]
+        assert found == sizes(blocks[1:])
     assert client.kept == [PRIVATE] * 2
 
 
-def test_a_block_in_memory_is_stored_later(reference: Reference, store: DirectoryStore) -> None:
-    client = Client(reference, store)
+def test_a_block_in_memory_is_stored_later(
+    reference: Reference, store: DirectoryStore, client: Client
+) -> None:
     ensurer = ensurer_of(client)
-    assert asyncio.run(ensurer.ensure(kept_of(reference, IN_MEMORY))) == [True]
+    kept = kept_of(reference, IN_MEMORY)
+    assert asyncio.run(ensurer.ensure(kept)) == sizes(kept)
     (block,) = kept_of(reference, STORED)
 
-    async def ensure_and_wait() -> list[bool]:
+    async def ensure_and_wait() -> dict[str, int]:
         encoded = await ensurer.ensure([block])
         assert block.key not in store, "expected the answer not to wait for the store"
         await asyncio.gather(*asyncio.all_tasks() - {asyncio.current_task()})
         return encoded
 
-    assert asyncio.run(ensure_and_wait()) == [False]
+    assert asyncio.run(ensure_and_wait()) == {}
     assert block.key in store
     assert client.kept == [IN_MEMORY]
     assert len(client.asked) == 2
 
 
-def test_a_read_only_server_stores_nothing(reference: Reference, store: DirectoryStore) -> None:
-    client = Client(reference, store)
+def test_a_read_only_server_stores_nothing(reference: Reference, client: Client) -> None:
     ensurer = ensurer_of(client, read_only=True)
-    assert asyncio.run(ensurer.ensure(kept_of(reference, IN_MEMORY))) == [True]
-    assert asyncio.run(ensurer.ensure(kept_of(reference, STORED))) == [False]
+    kept = kept_of(reference, IN_MEMORY)
+    assert asyncio.run(ensurer.ensure(kept)) == sizes(kept)
+    assert asyncio.run(ensurer.ensure(kept_of(reference, STORED))) == {}
     assert len(client.asked) == 1
     with pytest.raises(MissError):
         asyncio.run(ensurer.ensure(kept_of(reference, STORED), thorough=True))
 
 
-def test_too_many_blocks_are_refused_before_encoding(
-    reference: Reference, store: DirectoryStore
-) -> None:
-    client = Client(reference, store)
+def test_too_many_blocks_are_refused_before_encoding(reference: Reference, client: Client) -> None:
     blocks = kept_of(reference, PRIVATE, PRIVATE)
     room = sum(one.tokens for one in blocks) * reference.profile.bytes_per_token
     with pytest.raises(ProtocolError, match="raise private_memory"):
         asyncio.run(ensurer_of(client, private_memory=str(room - 1)).ensure(blocks))
     assert client.asked == []
     ensurer = ensurer_of(client, private_memory=str(room))
-    assert asyncio.run(ensurer.ensure([*blocks, *blocks])) == [True] * 4
+    assert asyncio.run(ensurer.ensure([*blocks, *blocks])) == sizes(blocks)
+
+
+def test_the_least_recently_used_block_is_evicted_first() -> None:
+    kept = KeptBlocks(10)
+    kept.add("a", 4)
+    kept.add("b", 4)
+    assert kept.use("a")
+    kept.add("c", 4)
+    assert [kept.use(key) for key in "abc"] == [True, False, True]
+
+
+def test_a_block_that_is_encoded_twice_counts_once() -> None:
+    kept = KeptBlocks(10)
+    for _ in range(3):
+        kept.add("a", 6)
+    kept.add("b", 4)
+    assert kept.use("a")
+    kept.discard("a")
+    kept.discard("a")
+    kept.add("c", 6)
+    assert [kept.use(key) for key in "abc"] == [False, True, True]
+
+
+def test_a_prompt_larger_than_the_memory_is_refused() -> None:
+    kept = KeptBlocks(10)
+    kept.check_room(10)
+    with pytest.raises(ProtocolError, match=r"has 11 tokens .* at most 10 .*private_memory"):
+        kept.check_room(11)
 
 
 @pytest.mark.parametrize("connector", [None, "NixlConnector", "MultiConnector"])

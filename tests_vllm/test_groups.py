@@ -8,10 +8,8 @@ from typing import NamedTuple
 import pytest
 
 from blockattn_rag.engine.recipe import Recipe
-from blockattn_rag.prompts.blocks import STORED
-from blockattn_rag.server.plan import BlockPlan
 from blockattn_rag.store import DirectoryStore
-from tests_vllm.engines import Engine
+from tests_vllm.engines import Engine, running
 from tests_vllm.reference import Case, Reference, assert_close
 from tests_vllm.tiny import FAMILIES, WINDOW, Family, save
 
@@ -35,14 +33,9 @@ def served(
     folder = tmp_path_factory.mktemp("served")
     reference = Reference(folder, str(save(request.param, folder / "model")))
     family = FAMILIES[request.param]
-    engine = Engine(
-        reference.options(),
-        model=reference.name,
-        max_num_batched_tokens=64,
-        **(family.engine or {}),
-    )
-    yield Served(reference, engine, family)
-    engine.close()
+    more = {"model": reference.name, "max_num_batched_tokens": 64, **(family.engine or {})}
+    with running(reference.options(), **more) as engine:
+        yield Served(reference, engine, family)
 
 
 def test_the_hybrid_memory_manager_is_enabled(served: Served) -> None:
@@ -60,11 +53,9 @@ def test_answers_equal_those_of_the_local_engine(served: Served, beyond: int) ->
     assert right != reference.answer(case, recipe=Recipe(positions="composite"))  # without rotation
     answer = engine.block(case)
     assert answer.tokens == right
-    assert answer.blocks is not None
     assert answer.blocks["loaded_tokens"] == sum(case.lengths) > page
     again = engine.block(case)
     assert again.tokens == right
-    assert again.blocks is not None
     # If a window starts at a page, none of its pages is full, so vLLM cannot cache them. On CPUs,
     # vLLM has no prefix cache for latent layers.
     is_cached = not served.family.is_latent and beyond != WINDOW - 1
@@ -84,7 +75,6 @@ def test_encoded_blocks_are_stored_with_all_their_tokens(served: Served) -> None
     case = reference.case(40, pad=2 * served.family.page_tokens)
     for block in case.blocks:
         if reference.key(block) not in DirectoryStore(reference.store):
-            plan = BlockPlan("encode", (len(block),), keep=(STORED,))
-            assert engine.ask(block, plan.to_dict(), max_tokens=1).reason == "length"
+            assert engine.encode([block]) == ["length"]
             assert_close(reference.written(block), reference.encoded(block))
     assert engine.block(case).tokens == reference.answer(case)

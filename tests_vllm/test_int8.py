@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import AsyncGenerator, Iterator
-from types import SimpleNamespace
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from fastapi.datastructures import Headers
 
 from blockattn_rag import BlockAttentionEngine
-from blockattn_rag.prompts.blocks import IN_MEMORY, STORED, Keep
-from blockattn_rag.server.config import ServingConfig
-from blockattn_rag.server.plan import BlockPlan
-from blockattn_rag.server.protocol import EncodeBody
-from blockattn_rag.server.vllm.service import Service
+from blockattn_rag.prompts.blocks import IN_MEMORY
 from blockattn_rag.store import DirectoryStore
-from tests_vllm.engines import Engine
-from tests_vllm.reference import MODEL, TELLING, TOKENS, Case, Reference
+from tests_vllm.engines import Engine, running
+from tests_vllm.reference import TELLING, TOKENS, Case, Reference
 
 
 @pytest.fixture(scope="module")
@@ -34,9 +27,8 @@ def options(reference: Reference, store: DirectoryStore) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def engine(options: dict[str, Any]) -> Iterator[Engine]:
-    engine = Engine(options)
-    yield engine
-    engine.close()
+    with running(options) as engine:
+        yield engine
 
 
 @pytest.fixture(scope="module")
@@ -48,8 +40,7 @@ def local(reference: Reference, store: DirectoryStore) -> BlockAttentionEngine:
 def encode(engine: Engine, reference: Reference, store: DirectoryStore, case: Case) -> None:
     """Let the server encode the blocks of a prompt that are not stored."""
     missing = [ids for ids in case.blocks if reference.key(ids) not in store]
-    plans = [BlockPlan("encode", (len(ids),), keep=(STORED,)).to_dict() for ids in missing]
-    engine.ask_all([*zip(missing, plans, strict=True)], max_tokens=1)
+    engine.encode(missing)
     until = time.monotonic() + 30
     while not all(reference.key(ids) in store for ids in missing) and time.monotonic() < until:
         time.sleep(0.05)
@@ -80,22 +71,6 @@ def test_encoded_int8_blocks_equal_the_local_ones(
 
 
 @pytest.mark.parametrize("number", TELLING[:3])
-def test_answers_from_int8_equal_those_of_the_local_engine(
-    reference: Reference,
-    engine: Engine,
-    store: DirectoryStore,
-    local: BlockAttentionEngine,
-    number: int,
-) -> None:
-    case = reference.case(number, records=3)
-    encode(engine, reference, store, case)
-    said = engine.block(case)
-    assert said.blocks is not None
-    assert said.blocks["int8_blocks"] == len(case.lengths)
-    assert said.tokens == answer(local, case)
-
-
-@pytest.mark.parametrize("number", TELLING[3:6])
 def test_a_prompt_may_mix_int8_and_float_blocks(
     reference: Reference,
     engine: Engine,
@@ -111,7 +86,6 @@ def test_a_prompt_may_mix_int8_and_float_blocks(
     kinds = [kv.scales is not None for ids in case.blocks if (kv := store.get(reference.key(ids)))]
     assert 1 < sum(kinds) < len(kinds) == len(case.lengths)
     said = engine.block(case)
-    assert said.blocks is not None
     assert said.blocks["int8_blocks"] == sum(kinds)
     assert said.tokens == answer(local, case)
 
@@ -120,44 +94,8 @@ def test_blocks_in_memory_are_kept_in_int8(
     reference: Reference, engine: Engine, local: BlockAttentionEngine
 ) -> None:
     case = reference.case(47)
-    keep: Keep = IN_MEMORY
-    for ids in case.blocks:
-        engine.ask(ids, BlockPlan("encode", (len(ids),), keep=(keep,)).to_dict(), max_tokens=1)
-    plan = BlockPlan("complete", case.lengths, keep=(keep,) * len(case.lengths))
-    said = engine.ask(case.ids, plan.to_dict())
-    assert said.blocks is not None
+    engine.encode(case.blocks, IN_MEMORY)
+    said = engine.block(case, IN_MEMORY)
     assert said.blocks["int8_blocks"] == len(case.lengths)
     made = local.generate(case.prompt, max_new_tokens=TOKENS, min_new_tokens=TOKENS)
     assert said.tokens == list(made.token_ids)
-
-
-class Client:
-    """Engine client, as in the process of the API server."""
-
-    model_config = SimpleNamespace(max_model_len=2048, tokenizer=MODEL, tokenizer_revision=None)
-    vllm_config = SimpleNamespace(structured_outputs_config=SimpleNamespace(backend="auto"))
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-
-    async def generate(
-        self, prompt: Any, sampling: Any, request_id: str
-    ) -> AsyncGenerator[Any, None]:
-        for output in self._engine.llm.generate([prompt], [sampling], use_tqdm=False):
-            yield output
-
-
-def test_reported_bytes_are_those_of_the_store(
-    reference: Reference, engine: Engine, store: DirectoryStore, options: dict[str, Any]
-) -> None:
-    state = SimpleNamespace(
-        openai_serving_models=None, openai_serving_completion=None, openai_serving_chat=None
-    )
-    config = ServingConfig.parse(options)
-    service = Service(Client(engine), state, config, reference.profile)
-    case = reference.case(30)
-    answer = asyncio.run(service.encode(EncodeBody(case.texts[1:-1]), Headers()))
-    assert answer.passages == ("encoded",) * len(case.texts[1:-1])
-    assert answer.encoded_tokens == sum(case.lengths[1:])
-    stored = [store.get(reference.key(ids)) for ids in case.blocks[1:]]
-    assert answer.stored_bytes == sum(kv.nbytes for kv in stored if kv is not None)

@@ -17,7 +17,6 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionReque
 from blockattn_rag import BlockAttentionEngine, MemoryStore
 from blockattn_rag.prompts.formats import CHAT, Passage
 from blockattn_rag.server.protocol import ENCODE, OPENAI
-from blockattn_rag.store import DirectoryStore
 from tests_vllm.reference import Reference
 from tests_vllm.server import CHATS, COMPLETIONS, KEY, NAME, Server, serving
 
@@ -117,18 +116,6 @@ def test_documents_are_passages(reference: Reference, server: Server) -> None:
     assert full["usage"]["prompt_tokens"] == usage["prompt_tokens"]
 
 
-def test_other_text_is_not_stored(reference: Reference, server: Server) -> None:
-    store = DirectoryStore(reference.folder / "openai")
-    before, body = {*store.keys()}, asked(reference, 12)
-    body["documents"] = body["documents"][:2]
-    first, second = (answered(server, body) for _ in range(2))
-    assert said(first) == said(second)
-    assert [one["blockattn"]["misses"] for one in (first, second)] == [2, 0]
-    cached = [one["usage"]["prompt_tokens_details"]["cached_tokens"] for one in (first, second)]
-    assert cached[0] == first["blockattn"]["reused_tokens"] < cached[1]
-    assert len({*store.keys()} - before) == 2
-
-
 def test_streams_the_answer(reference: Reference, server: Server, client: openai.OpenAI) -> None:
     body = asked(reference, 13)
     answered(server, body)  # the first request stores the passages
@@ -198,17 +185,6 @@ def test_schemas_constrain_answers(reference: Reference, server: Server, stream:
             text = calls[0]["function"]["arguments"] if calls else message["content"]
         assert bool(calls) == ("tools" in more)
         assert [*json.loads(text)] == ["metres"]
-
-
-def test_tenants_share_neither_passages_nor_counts(reference: Reference, server: Server) -> None:
-    body = asked(reference, 16)
-    misses = []
-    for tenant in ("a", "b", "a"):
-        answer = answered(server, body, **{"x-tenant-id": tenant})
-        misses.append(answer["blockattn"]["misses"])
-        cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
-        assert (cached == 0) == (answer["blockattn"]["misses"] > 0)
-    assert misses == [len(body["documents"]) + 1] * 2 + [0]
 
 
 def recognized(server: Server, body: dict[str, Any], hits: int, **headers: str) -> dict[str, Any]:

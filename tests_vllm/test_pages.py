@@ -58,7 +58,7 @@ def test_written_states_are_read_back(dtype: torch.dtype, tokens: int) -> None:
     slots = (table[:, None] * TOKENS + torch.arange(TOKENS)).flatten()[:tokens]
     keys = torch.randn(HEADS, tokens, KEY).to(dtype)
     values = torch.randn(HEADS, tokens, VALUE).to(dtype)
-    pages.share_layout([])
+    pages.measure({})
     assert bool((layer.kv_cache == 7).all())  # measuring changes nothing
     pages.write(keys, values, slots)
     found_keys, found_values = pages.read(slots)
@@ -67,25 +67,23 @@ def test_written_states_are_read_back(dtype: torch.dtype, tokens: int) -> None:
 
 
 def test_layers_with_the_same_layout_are_measured_once() -> None:
-    backend = Backend()
-    first, second = LayerPages(layer_of(backend), GROUP), LayerPages(layer_of(backend), GROUP)
-    first.share_layout([])
-    second._layer.impl = SimpleNamespace()  # cannot be measured
-    with pytest.raises(AttributeError):
-        second.share_layout([first])
-    second._layer.impl = backend
-    second.share_layout([first])
+    layouts: dict[tuple[Any, ...], Tensor] = {}
+    first, second = (LayerPages(layer_of(Backend()), GROUP) for _ in range(2))
+    for pages in (first, second):
+        pages.measure(layouts)
     assert second._places is first._places
+    LayerPages(layer_of(Backend(), torch.float16), GROUP).measure(layouts)
+    assert len(layouts) == 2
 
 
 def test_a_backend_that_changes_stored_values_is_refused() -> None:
     with pytest.raises(ServingError, match="changes the keys and values that it stores"):
-        LayerPages(layer_of(Backend(rounds=True)), GROUP).share_layout([])
+        LayerPages(layer_of(Backend(rounds=True)), GROUP).measure({})
 
 
 def test_a_cache_of_eight_bits_is_refused() -> None:
     with pytest.raises(ServingError, match="--kv-cache-dtype auto"):
-        LayerPages(layer_of(Backend(), torch.float8_e4m3fn), GROUP).share_layout([])
+        LayerPages(layer_of(Backend(), torch.float8_e4m3fn), GROUP).measure({})
 
 
 class LatentBackend:
@@ -115,7 +113,7 @@ def test_latents_and_rotary_keys_are_read_back(interleaves: bool) -> None:
     layer = latent_layer()
     pages = LayerPages(layer, GROUP, interleaves_keys=interleaves)
     assert pages.sizes == (1, KEY, VALUE)
-    pages.share_layout([])
+    pages.measure({})
     keys, latents = torch.randn(1, 3, KEY), torch.randn(1, 3, VALUE)
     slots = torch.arange(3) + TOKENS
     pages.write(keys, latents, slots)

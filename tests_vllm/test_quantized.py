@@ -14,8 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from blockattn_rag.prompts.blocks import IN_MEMORY
 from blockattn_rag.server.config import ServingConfig
-from blockattn_rag.server.plan import BlockPlan
-from tests_vllm.engines import Engine
+from tests_vllm.engines import Engine, running
 from tests_vllm.reference import MODEL, TOKENS, Reference
 
 _INT8 = {"num_bits": 8, "type": "int", "symmetric": True}
@@ -55,37 +54,27 @@ def quantized(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def engine(reference: Reference, quantized: Path) -> Iterator[Engine]:
     options = reference.options(store=str(quantized.parent / "kv"))
-    engine = Engine(options, model=str(quantized))
-    yield engine
-    engine.close()
-
-
-def encode(engine: Engine, blocks: list[list[int]]) -> dict[str, object]:
-    """Let the engine encode blocks. Returns the parameters of a prompt with all of them."""
-    for block in blocks:
-        plan = BlockPlan("encode", (len(block),), keep=(IN_MEMORY,)).to_dict()
-        assert engine.ask(block, plan, max_tokens=1).reason == "length"
-    keep = (IN_MEMORY,) * len(blocks)
-    return BlockPlan("complete", tuple(map(len, blocks)), keep=keep).to_dict()
+    with running(options, model=str(quantized)) as engine:
+        yield engine
 
 
 def test_blocks_that_the_server_encoded_are_loaded(reference: Reference, engine: Engine) -> None:
     case = reference.telling(0)
-    answer = engine.ask(case.ids, encode(engine, case.blocks))
+    engine.encode(case.blocks, IN_MEMORY)
+    answer = engine.block(case, IN_MEMORY)
     assert len(answer.tokens) == TOKENS
     assert answer.tokens != engine.full(case).tokens
-    assert answer.blocks is not None
     assert answer.blocks["loaded_tokens"] == sum(case.lengths)
 
 
 def test_a_single_block_gives_the_answer_of_full_mode(reference: Reference, engine: Engine) -> None:
     """With one block, block mode equals full mode."""
     case = reference.telling(1)
-    first = case.blocks[0]
-    ids = [*first, *case.ids[sum(case.lengths) :]]
-    answer = engine.ask(ids, encode(engine, [first]))
-    assert answer.tokens == engine.ask(ids).tokens
-    assert answer.blocks is not None
+    first, question = case.blocks[0], case.ids[sum(case.lengths) :]
+    case = case._replace(ids=[*first, *question], lengths=(len(first),))
+    engine.encode([first], IN_MEMORY)
+    answer = engine.block(case, IN_MEMORY)
+    assert answer.tokens == engine.full(case).tokens
     assert answer.blocks["loaded_tokens"] == len(first)
 
 

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from blockattn_rag.prompts.blocks import IN_MEMORY, STORED, Keep
-from blockattn_rag.server.plan import BlockPlan
+from blockattn_rag.prompts.blocks import IN_MEMORY
 from blockattn_rag.store import DirectoryStore
-from tests_vllm.engines import Engine
+from tests_vllm.engines import Engine, running
 from tests_vllm.reference import Reference, assert_close
 from tests_vllm.tiny import FAMILIES, save
 
@@ -29,27 +28,23 @@ class Rehearsed:
         self.model_runner.profile_run()
 
 
-def started(reference: Reference, more: dict[str, Any], **options: Any) -> Iterator[Engine]:
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
-        engine = Engine(reference.options(**options), **more)
-        yield engine
-        engine.close()
-
-
 @pytest.fixture(scope="module")
 def tensor(reference: Reference) -> Iterator[Engine]:
     """Engine in which each rank has one of the two key-value heads."""
-    disk = str(reference.folder / "disk-of-tensor")
-    yield from started(reference, {"tensor_parallel_size": 2}, disk=disk)
+    options = reference.options(disk=str(reference.folder / "disk-of-tensor"))
+    with running(options, tensor_parallel_size=2) as engine:
+        yield engine
 
 
 @pytest.fixture(scope="module")
 def pipeline(reference: Reference) -> Iterator[Engine]:
     """Engine in which each rank has some of the layers."""
-    more = {"pipeline_parallel_size": 2, "worker_extension_cls": f"{__name__}.Rehearsed"}
-    disk = str(reference.folder / "disk-of-pipeline")
-    for engine in started(reference, more, disk=disk, read_only=True):
+    more: dict[str, Any] = {
+        "pipeline_parallel_size": 2,
+        "worker_extension_cls": f"{__name__}.Rehearsed",
+    }
+    options = reference.options(disk=str(reference.folder / "disk-of-pipeline"), read_only=True)
+    with running(options, **more) as engine:
         engine.llm.collective_rpc("rehearse")
         yield engine
 
@@ -82,7 +77,7 @@ def test_a_block_encoded_by_both_ranks_is_stored_completely(
     reference: Reference, tensor: Engine
 ) -> None:
     block = reference.case(42).blocks[1]
-    tensor.ask(block, BlockPlan("encode", (len(block),), keep=(STORED,)).to_dict(), max_tokens=1)
+    tensor.encode([block])
     kv, own = reference.written(block), reference.encoded(block)
     assert kv.token_outline == own.token_outline
     assert_close(kv, own)
@@ -97,7 +92,6 @@ def test_int8_and_float_entries_are_split_between_ranks(
     for ids in fresh[::2]:
         store.put(reference.key(ids), reference.encoded(ids).quantized())
     said = tensor.block(reference.stored(case))
-    assert said.blocks is not None
     assert said.blocks["int8_blocks"] == len(fresh[::2]) > 0
     assert said.tokens == reference.answer(case)
 
@@ -110,22 +104,17 @@ def test_each_rank_keeps_its_own_layers_on_disk(reference: Reference, pipeline: 
 
 def test_each_rank_keeps_private_blocks(reference: Reference, pipeline: Engine) -> None:
     case = reference.case(47)
-    keep: Keep = IN_MEMORY
-    for block in case.blocks:
-        plan = BlockPlan("encode", (len(block),), keep=(keep,))
-        assert pipeline.ask(block, plan.to_dict(), max_tokens=1).reason == "length"
-    plan = BlockPlan("complete", case.lengths, keep=(keep,) * len(case.lengths))
-    assert pipeline.ask(case.ids, plan.to_dict()).tokens == reference.answer(case)
+    assert {*pipeline.encode(case.blocks, IN_MEMORY)} == {"length"}
+    assert pipeline.block(case, IN_MEMORY).tokens == reference.answer(case)
 
 
 def test_each_rank_has_all_latents(tmp_path: Path) -> None:
     reference = Reference(tmp_path, str(save("latent", tmp_path / "model")))
     more = {"tensor_parallel_size": 2, "model": reference.name, **(FAMILIES["latent"].engine or {})}
     case, other = reference.stored(reference.case(25, records=2)), reference.case(40)
-    for engine in started(reference, more):
+    with running(reference.options(), **more) as engine:
         assert engine.block(case).tokens == reference.answer(case)
         assert engine.full(case).tokens == reference.answer(case, "full")
         block = other.blocks[2]
-        plan = BlockPlan("encode", (len(block),), keep=(STORED,))
-        engine.ask(block, plan.to_dict(), max_tokens=1)
+        engine.encode([block])
         assert_close(reference.written(block), reference.encoded(block))

@@ -15,15 +15,15 @@ from blockattn_rag.server.plan import BlockPlan
 from blockattn_rag.server.profile import ModelProfile, profile_of
 from blockattn_rag.store import DirectoryStore, MemoryStore
 from tests.recipes import recipe_of
-from tests_vllm.engines import Engine
+from tests_vllm.engines import Engine, running
 from tests_vllm.reference import TELLING, TOKENS, WRITTEN_S, Case, Reference
 
 PIPELINE = {"pipeline_parallel_size": 2, "worker_extension_cls": "tests_vllm.test_ranks.Rehearsed"}
-ENGINES: dict[str, dict[str, Any]] = {
-    "one rank": {},
-    "int8": {"kv_dtype": "int8"},
-    "two ranks": {"tensor_parallel_size": 2},
-    "two stages": {**PIPELINE, "read_only": True},
+ENGINES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "one rank": ({}, {}),
+    "int8": ({"kv_dtype": "int8"}, {}),
+    "two ranks": ({}, {"tensor_parallel_size": 2}),
+    "two stages": ({"read_only": True}, PIPELINE),
 }
 """Options of the connector and of the engine."""
 
@@ -59,18 +59,12 @@ def store(reference: Reference, kind: str) -> DirectoryStore:
 def engine(
     reference: Reference, folder_of_recipe: str, kind: str, store: DirectoryStore
 ) -> Iterator[Engine]:
-    given = dict(ENGINES[kind])
-    names = ("kv_dtype", "read_only")
-    options = {name: given.pop(name) for name in names if name in given}
-    with pytest.MonkeyPatch.context() as environment:
-        if kind.startswith("two"):
-            environment.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
-        options |= {"store": str(store.path), "recipe": folder_of_recipe}
-        engine = Engine(reference.options(**options), **given)
+    options, more = ENGINES[kind]
+    options = reference.options(store=str(store.path), recipe=folder_of_recipe, **options)
+    with running(options, **more) as engine:
         if kind == "two stages":
             engine.llm.collective_rpc("rehearse")
         yield engine
-        engine.close()
 
 
 def local(reference: Reference, recipe: Recipe, store: Any, kind: str, **more: Any) -> Any:
@@ -95,12 +89,8 @@ def encode(engine: Engine, profile: ModelProfile, case: Case, keep: Keep) -> Non
 
 
 def wait_for(store: DirectoryStore, profile: ModelProfile, case: Case) -> None:
-    keys = [
-        one.key
-        for one in block_keys(
-            case.ids, BlockPlan("complete", case.lengths, keep=case.keep), profile
-        )
-    ]
+    plan = BlockPlan("complete", case.lengths, keep=case.keep)
+    keys = [block.key for block in block_keys(case.ids, plan, profile)]
     until = time.monotonic() + WRITTEN_S
     while not all(key in store for key in keys):
         assert time.monotonic() < until, f"not stored within {WRITTEN_S} s"
@@ -119,8 +109,7 @@ def test_blocks_encoded_by_a_server_give_the_same_answers_on_both_sides(
     encode(engine, profile, case, keep)
     if keep == STORED:
         wait_for(store, profile, case)
-    plan = BlockPlan("complete", case.lengths, keep=(keep,) * len(case.lengths))
-    assert engine.ask(case.ids, plan.to_dict()).tokens == expected
+    assert engine.block(case, keep).tokens == expected
     if keep == STORED:
         found = local(reference, recipe, DirectoryStore(store.path), kind, on_miss="error")
         assert answer(found, case) == expected

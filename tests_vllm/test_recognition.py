@@ -1,4 +1,4 @@
-"""Chats with recognized passages are answered even if the passages cannot be used."""
+"""Service over an engine that only encodes blocks: recognized passages, encoding, and the index."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from typing import Any
 import pytest
 from starlette.datastructures import Headers
 
-from blockattn_rag.errors import MissError
+from blockattn_rag.errors import MissError, StoreError
 from blockattn_rag.prompts.blocks import Span
-from blockattn_rag.prompts.recognition import entries_of
+from blockattn_rag.prompts.recognition import Entries, entries_of
 from blockattn_rag.server.config import ServingConfig
+from blockattn_rag.server.protocol import EncodeBody
 from blockattn_rag.server.vllm.routes import _read_chat, _read_completion
-from blockattn_rag.server.vllm.service import Service
-from blockattn_rag.store import DirectoryStore
+from blockattn_rag.server.vllm.service import IndexWriter, Service
+from blockattn_rag.store import DirectoryStore, MemoryStore
 from blockattn_rag.store.namespaces import OPEN
-from blockattn_rag.store.passage_index import PassageIndex
+from blockattn_rag.store.passage_index import PassageIndex, folder_of
 from tests_vllm.reference import MODEL, Reference
 from tests_vllm.test_ensure import Client
 
@@ -114,3 +115,72 @@ def test_system_messages_are_searched_only_on_request(
     chat = {"messages": [rules, {"role": "user", "content": "How tall?"}]}
     assert answered(service_of(reference, store), chat) == {"mode": "full"}
     assert answered(service_of(reference, store, recognize="system"), chat)["mode"] == "block"
+
+
+def test_reported_bytes_depend_on_the_dtype_of_stored_blocks(
+    reference: Reference, store: DirectoryStore
+) -> None:
+    case = reference.case(30)
+    service = service_of(reference, store, kv_dtype="int8")
+    answer = asyncio.run(service.encode(EncodeBody(case.texts[1:-1]), Headers()))
+    lengths = case.lengths[1:]
+    assert answer.passages == ("encoded",) * len(lengths)
+    assert answer.encoded_tokens == sum(lengths)
+    assert answer.stored_bytes == sum(reference.profile.block_bytes(n, "int8") for n in lengths)
+
+
+# -- the index -----------------------------------------------------------------------------------
+
+ENTRIES = [entries_of([f"Passage {n} of a busy server, with enough characters."]) for n in range(6)]
+
+
+def add_all(index: PassageIndex, *namespaces: str) -> int:
+    """Add entries one by one. Returns the number of failed writes."""
+    failures: list[bool] = []
+
+    async def run() -> None:
+        writer = IndexWriter(index, lambda: failures.append(True), every_s=3600)
+        for entries in ENTRIES:
+            for namespace in namespaces:
+                writer.add(entries, namespace)
+            await asyncio.sleep(0.01)
+
+    asyncio.run(run())
+    return len(failures)
+
+
+def test_entries_are_written_in_few_files_and_completely_at_exit() -> None:
+    store = MemoryStore(1 << 20)
+    add_all(PassageIndex(store), "a", "b")
+    for namespace in ("a", "b"):
+        assert 1 <= len(store.sidecar.names(folder_of(namespace))) <= 2
+        assert [PassageIndex(store).add(one, namespace) for one in ENTRIES] == [0] * 6
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (StoreError, "Cannot write the passage index: {} is full"),
+        (MemoryError, "Unexpected error while writing the index: {} is full"),
+    ],
+)
+def test_a_failed_write_is_logged_counted_and_retried(
+    kind: type[Exception],
+    message: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    failing, add = ["a", "b"], PassageIndex.add
+
+    def add_or_fail(index: PassageIndex, entries: Entries, namespace: str) -> int:
+        if namespace in failing:
+            failing.remove(namespace)
+            raise kind(f"{namespace} is full")
+        return add(index, entries, namespace)
+
+    monkeypatch.setattr(PassageIndex, "add", add_or_fail)
+    store = MemoryStore(1 << 20)
+    assert add_all(PassageIndex(store), "a", "b") == 2
+    for namespace in ("a", "b"):
+        assert message.format(namespace) in caplog.text
+        assert [PassageIndex(store).add(one, namespace) for one in ENTRIES] == [0] * 6

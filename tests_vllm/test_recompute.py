@@ -14,11 +14,11 @@ from blockattn_rag.model.recompute import recompute
 from blockattn_rag.server.plan import BlockPlan
 from tests_vllm.engines import Engine
 from tests_vllm.reference import Case, Reference
-from tests_vllm.slow import GATE
 from tests_vllm.test_engine import (  # noqa: F401 -- tests that run here with this file's engine
     PAGE,
-    PAGES,
-    free_pages_are_all,
+    slow_engine,
+    test_a_missing_block_only_fails_its_request,
+    test_an_aborted_load_frees_its_pages,
     test_concurrent_requests_share_pages_where_allowed,
     test_preempted_requests_continue,
     test_two_answers_to_one_prompt_are_both_correct,
@@ -40,22 +40,9 @@ def recipe() -> Recipe:
 
 @pytest.fixture(scope="module", params=RANKS)
 def engine(reference: Reference, gate: Path, request: pytest.FixtureRequest) -> Iterator[Engine]:
-    ranks = RANKS[request.param]
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv(GATE, str(gate))
-        if ranks > 1:
-            environment.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
-        engine = Engine(
-            reference.options(recipe=str(RECIPE)),
-            module="tests_vllm.slow",
-            name="SlowConnector",
-            max_num_batched_tokens=32,  # fewer than the recomputed tokens
-            num_gpu_blocks_override=PAGES,
-            max_model_len=1024,
-            tensor_parallel_size=ranks,
-        )
+    options = reference.options(recipe=str(RECIPE))
+    with slow_engine(options, gate, RANKS[request.param]) as engine:
         yield engine
-        engine.close()
 
 
 def answer(reference: Reference, case: Case) -> list[int]:
@@ -87,7 +74,6 @@ def test_recomputes_the_same_tokens_as_the_local_engine(
         said = engine.block(case)
         assert said.tokens == answer(reference, case)
         assert said.tokens != reference.answer(case) or number == 2
-        assert said.blocks is not None
         assert said.blocks["recomputed"] == recomputed(reference, case)
         assert said.blocks["loaded_tokens"] == sum(case.lengths)
 
@@ -102,7 +88,6 @@ def test_a_question_longer_than_a_step_is_measured_completely(
     assert len(case.ids) - sum(case.lengths) > 64
     said = engine.block(case)
     assert said.tokens == answer(reference, case)
-    assert said.blocks is not None
     assert said.blocks["recomputed"] == recomputed(reference, case)
 
 
@@ -110,7 +95,6 @@ def test_only_tokens_of_passages_are_recomputed(reference: Reference, engine: En
     case, fixed = reference.telling(1), (1, 3, 4)
     plan = BlockPlan("complete", case.lengths, keep=case.keep, fixed=fixed)
     said = engine.ask(case.ids, plan.to_dict())
-    assert said.blocks is not None
     assert said.blocks["recomputed"] == recomputed(reference, case, fixed)
 
 
@@ -120,39 +104,9 @@ def test_pages_with_recomputed_tokens_are_not_shared(reference: Reference, engin
     for _ in range(2):
         said = engine.block(case)
         assert said.tokens == expected
-        assert said.blocks is not None
         assert said.blocks["local_tokens"] == 0
         assert engine.ask(case.ids, plain(case).to_dict()).tokens == stored
         assert engine.full(case).tokens == reference.answer(case, "full")
     again = engine.ask(case.ids, plain(case).to_dict())
-    assert again.blocks is not None
     assert again.blocks["local_tokens"] >= PAGE  # other requests still share pages
     assert not again.blocks["recomputed"]
-
-
-def test_an_aborted_request_frees_its_pages(
-    reference: Reference, engine: Engine, gate: Path
-) -> None:
-    case, before = reference.telling(5), engine.counted("vllm:blockattn_recomputed_tokens")
-    gate.touch()
-    try:
-        engine.add("left", case.ids, case.params)
-        engine.add("other", case.ids[:40], None)
-        assert engine.first_to_end() == "other"
-    finally:
-        engine.leave("left")
-        gate.unlink()
-    said = engine.block(case)
-    assert said.tokens == answer(reference, case)
-    assert said.blocks is not None
-    counted = engine.counted("vllm:blockattn_recomputed_tokens")
-    assert counted == before + sum(said.blocks["recomputed"])
-    assert free_pages_are_all(engine)
-
-
-def test_a_missing_block_only_fails_its_request(reference: Reference, engine: Engine) -> None:
-    missing, case = reference.case(51, records=2), reference.telling(3)
-    bad, good = engine.ask_all([(missing.ids, missing.params), (case.ids, case.params)])
-    assert bad.reason == "error"
-    assert good.tokens == answer(reference, case)
-    assert free_pages_are_all(engine)

@@ -6,20 +6,15 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests_vllm.engines import Engine
+from tests_vllm.engines import Engine, running
 from tests_vllm.reference import Reference
 
 
 @pytest.fixture(scope="module")
 def engine(reference: Reference) -> Iterator[Engine]:
-    engine = Engine(
-        reference.options(),
-        enable_prefix_caching=False,
-        num_gpu_blocks_override=20,
-        max_model_len=1024,
-    )
-    yield engine
-    engine.close()
+    more = {"num_gpu_blocks_override": 20, "max_model_len": 1024}
+    with running(reference.options(), enable_prefix_caching=False, **more) as engine:
+        yield engine
 
 
 def test_evicted_pages_are_loaded_again(reference: Reference, engine: Engine) -> None:

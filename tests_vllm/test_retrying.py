@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,14 +12,14 @@ import pytest
 from vllm.exceptions import RetryableRequestError
 
 from blockattn_rag.errors import GrammarError, ProtocolError
-from blockattn_rag.server.plan import BlockPlan
-from blockattn_rag.server.served_blocks import ServedBlocks
+from blockattn_rag.server.plan import BlockPlan, ServedBlocks
+from blockattn_rag.server.vllm.answers import Ticket
 from blockattn_rag.server.vllm.metrics import CUT_ANSWERS, RETRIES
-from blockattn_rag.server.vllm.retrying import CURRENT, RetryingClient, Ticket
+from blockattn_rag.server.vllm.retrying import CURRENT, RetryingClient
 from tests_vllm.engines import sampling_of
 
 PLAN = BlockPlan("complete", (4, 5))
-MARKER = ServedBlocks(blocks=2, loaded_tokens=9, local_tokens=0).to_dict()
+SERVED = ServedBlocks(blocks=2, loaded_tokens=9, local_tokens=0)
 
 
 def output(
@@ -40,8 +41,8 @@ def output(
 TOKEN, LOST = output(), output("error")
 
 
-def end(marker: dict[str, Any] | None = MARKER) -> Any:
-    return output("stop", marker)
+def end(served: ServedBlocks | None = SERVED) -> Any:
+    return output("stop", served and served.to_dict())
 
 
 class Client:
@@ -75,17 +76,15 @@ async def _one_encoded() -> dict[str, int]:
 def test_lost_blocks_are_encoded_and_the_request_is_retried() -> None:
     client = Client([LOST], [TOKEN, end()])
     ticket = Ticket(PLAN, _one_encoded)
-    said = asked(client, ticket)
+    asked(client, ticket)
     assert client.ids == ["r", "r-again"]
-    served = ServedBlocks.from_dict(said[-1].kv_transfer_params)
-    assert (served.encoded, served.encoded_tokens) == (1, 7)
-    assert ticket.marker == said[-1].kv_transfer_params
+    assert ticket.served == replace(SERVED, encoded=1, encoded_tokens=7)
 
 
 def test_a_block_that_was_encoded_twice_counts_once() -> None:
-    said = asked(Client([LOST], [end()]), Ticket(PLAN, _one_encoded, {"a": 7, "b": 2}))
-    served = ServedBlocks.from_dict(said[-1].kv_transfer_params)
-    assert (served.encoded, served.encoded_tokens) == (2, 9)
+    ticket = Ticket(PLAN, _one_encoded, {"a": 7, "b": 2})
+    asked(Client([LOST], [end()]), ticket)
+    assert ticket.served == replace(SERVED, encoded=2, encoded_tokens=9)
 
 
 def test_retries_and_answers_ended_by_stop_strings_are_counted() -> None:
@@ -135,17 +134,15 @@ def test_an_answer_without_a_report_on_its_blocks_is_an_error(ending: Any) -> No
 
 def test_answers_ended_by_a_stop_string_have_a_report() -> None:
     ticket = Ticket(PLAN, _one_encoded)
-    said = asked(Client([LOST], [TOKEN, output("stop", stop_reason="\n")]), ticket)
+    asked(Client([LOST], [TOKEN, output("stop", stop_reason="\n")]), ticket)
     expected = ServedBlocks(2, 0, 0, encoded=1, encoded_tokens=7, cut_short=True)
-    assert ServedBlocks.from_dict(said[-1].kv_transfer_params) == expected
-    assert ticket.marker == expected.to_dict()
+    assert ticket.served == expected
 
 
 def test_the_report_comes_from_the_last_of_several_answers() -> None:
     ticket = Ticket(PLAN, _one_encoded)
-    first, last = output("stop", finished=False), end()
-    assert asked(Client([first, last]), ticket)[-1].kv_transfer_params == MARKER
-    assert first.kv_transfer_params is None
+    asked(Client([output("stop", finished=False), end()]), ticket)
+    assert ticket.served == SERVED
 
 
 def test_a_failed_grammar_is_reported_and_not_retried() -> None:
@@ -167,6 +164,8 @@ def test_requests_in_full_mode_are_not_retried() -> None:
 
 
 def test_recomputed_tokens_of_encoded_blocks_count_once() -> None:
-    ending = end(ServedBlocks(3, 9, 0, recomputed=[0, 3, 4]).to_dict())
-    said = asked(Client([ending]), Ticket(PLAN, _one_encoded, {"b": 5}, ["a", "b", "c"]))
-    assert ServedBlocks.from_dict(said[-1].kv_transfer_params).recomputed == [0, 0, 4]
+    ending = end(ServedBlocks(3, 9, 0, recomputed=[0, 3, 4]))
+    ticket = Ticket(PLAN, _one_encoded, {"b": 5}, ["a", "b", "c"])
+    asked(Client([ending]), ticket)
+    assert ticket.served is not None
+    assert ticket.served.recomputed == [0, 0, 4]

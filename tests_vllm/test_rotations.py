@@ -16,8 +16,10 @@ from vllm.model_executor.layers import rotary_embedding
 from vllm.model_executor.layers.rotary_embedding import get_rope
 
 from blockattn_rag.errors import ServingError
-from blockattn_rag.server.profile import LayerProfile, ModelProfile, Rotary
+from blockattn_rag.kv.rope import NO_ROTATION, RotaryLayout
+from blockattn_rag.server.profile import LayerProfile, ModelProfile
 from blockattn_rag.server.vllm.rotations import check_rotations
+from tests.server.profiles import make_profile
 
 SIZE = 64
 
@@ -46,31 +48,23 @@ def make(theta: float = 10000.0, size: int = SIZE, *, neox: bool = True, **more:
     get_rope(size, 4096, neox, parameters, torch.float32)
 
 
-def rotary(theta: float = 10000.0, dims: int = SIZE, pairing: Any = "half") -> Rotary:
-    frequencies = theta ** (-torch.arange(0, dims, 2) / dims)
-    return Rotary(pairing, tuple(frequencies.tolist()))
+def rotary(
+    theta: float = 10000.0, dims: int = SIZE, pairing: Any = "half", factor: float = 1.0
+) -> RotaryLayout:
+    return RotaryLayout(theta ** (-torch.arange(0, dims, 2) / dims) / factor, pairing)
 
 
-def profile(*rotaries: Rotary) -> ModelProfile:
-    return ModelProfile(
-        fingerprint="f" * 64,
-        tokenizer="e" * 64,
-        name="made-up",
-        dtype="float32",
-        layers=tuple(LayerProfile(2, SIZE, SIZE, place, place) for place in range(len(rotaries))),
-        rotary=rotaries,
-        hidden_layers=len(rotaries),
-        vocab_size=264,
-        max_positions=4096,
-    )
+def profile(*layouts: RotaryLayout) -> ModelProfile:
+    layers = (LayerProfile(2, SIZE, SIZE, layout, n) for n, layout in enumerate(layouts))
+    return replace(make_profile(), layers=tuple(layers))
 
 
 def test_layers_that_rotate_like_the_profile_are_accepted() -> None:
     make()
     make(1e6)
     make(500.0, 32)  # belongs to another part of the model
-    check_rotations(profile(rotary(), rotary(1e6), Rotary("half", ())), range(3))
-    check_rotations(replace(profile(rotary()), dtype="bfloat16"), range(1))
+    check_rotations(profile(rotary(), rotary(1e6), NO_ROTATION), range(3))
+    check_rotations(replace(profile(rotary()), dtype=torch.bfloat16), range(1))
 
 
 def test_partial_and_interleaved_rotations_are_accepted() -> None:
@@ -85,12 +79,12 @@ def test_partial_and_interleaved_rotations_are_accepted() -> None:
         rotary(pairing="interleaved"),
         rotary(10100.0),
         rotary(dims=SIZE // 2),
-        Rotary("half", tuple(one / 8 for one in rotary().frequencies)),
+        rotary(factor=8),
     ],
     ids=["pairs", "frequencies", "dimensions", "scaling"],
 )
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_different_rotation_is_refused(other: Rotary, dtype: str) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_different_rotation_is_refused(other: RotaryLayout, dtype: torch.dtype) -> None:
     make()
     wrong = replace(profile(rotary(), other), dtype=dtype)
     check_rotations(wrong, range(1))
@@ -112,8 +106,7 @@ def test_long_rope_is_checked_by_running_it() -> None:
     with set_current_vllm_config(config):
         parameters = {"rope_type": "longrope", "rope_theta": 10000.0, **factors}
         get_rope(SIZE, 4096, True, parameters | {"original_max_position_embeddings": 4096})
-    half = Rotary("half", tuple(one / 2 for one in rotary().frequencies))
-    check_rotations(profile(half), range(1))
+    check_rotations(profile(rotary(factor=2)), range(1))
     message = r"Phi3LongRoPEScaledRotaryEmbedding \(half pairs of 64, base 10000.0\), which differs"
     with pytest.raises(ServingError, match=message):
         check_rotations(profile(rotary()), range(1))
@@ -123,10 +116,7 @@ def test_all_modules_with_the_same_settings_are_checked() -> None:
     make(rope_type="linear", factor=8.0)
     make(rope_type="linear", factor=2.0)
     make(rope_type="linear", factor=4.0)
-    eighth, half, fourth = (
-        Rotary("half", tuple(one / factor for one in rotary().frequencies)) for factor in (8, 2, 4)
-    )
-    check_rotations(profile(eighth, half, fourth), range(3))
+    check_rotations(profile(*(rotary(factor=factor) for factor in (8, 2, 4))), range(3))
 
 
 def test_a_model_without_vllms_modules_is_refused_with_the_cause() -> None:
@@ -154,7 +144,7 @@ def test_a_module_that_cannot_be_run_is_reported(ropes: dict[Any, Any], has_buff
     check_rotations(profile(rotary()), range(1))
 
 
-def latent_profile(one: Rotary) -> ModelProfile:
+def latent_profile(one: RotaryLayout) -> ModelProfile:
     plain = profile(one)
     return replace(plain, layers=(replace(plain.layers[0], is_latent=True),))
 
@@ -179,8 +169,7 @@ def test_latent_keys_of_scaled_positions_are_checked() -> None:
         rope_parameters={**settings, "original_max_position_embeddings": 1024},
     )
     frequencies, _ = ROPE_INIT_FUNCTIONS["yarn"](known)
-    scaled = Rotary("half", tuple(frequencies.tolist()))
-    assert check_rotations(latent_profile(scaled), range(1)) == {0}
+    assert check_rotations(latent_profile(RotaryLayout(frequencies, "half")), range(1)) == {0}
     with pytest.raises(ServingError, match=r"DeepseekScalingRotaryEmbedding .* differs by"):
         check_rotations(latent_profile(rotary()), range(1))
 

@@ -1,4 +1,4 @@
-"""The scheduler side of the connector: promised tokens, and the end of requests."""
+"""The scheduler side of the connector: promised tokens, the end of requests, and counters."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ import pytest
 from vllm.lora.request import LoRARequest
 from vllm.v1.request import Request, RequestStatus
 
+from blockattn_rag.engine.outline import RecipeOutline
 from blockattn_rag.prompts.blocks import STORED
 from blockattn_rag.server.config import ServingConfig
 from blockattn_rag.server.keys import is_salt, salt
 from blockattn_rag.server.plan import BlockPlan
-from blockattn_rag.server.vllm.metrics import Ended, WorkerReport
+from blockattn_rag.server.vllm.metrics import Counters, Ended, WorkerReport
 from blockattn_rag.server.vllm.scheduler import UNSAVED, SchedulerSide
+from blockattn_rag.store import TierStats
 from tests_vllm.engines import sampling_of
 from tests_vllm.reference import Reference
 
@@ -119,7 +121,8 @@ def test_a_refused_request_is_forgotten(reference: Reference) -> None:
 
 def recomputing(reference: Reference, ranks: int = 1) -> SchedulerSide:
     config = ServingConfig.parse(reference.options())
-    return SchedulerSide(config, replace(reference.profile, recompute=0.5), ranks)
+    recipe = RecipeOutline("none", recompute=0.5)
+    return SchedulerSide(config, replace(reference.profile, recipe=recipe), ranks)
 
 
 def test_requests_with_recomputed_tokens_share_no_pages(reference: Reference) -> None:
@@ -154,3 +157,15 @@ def test_tokens_are_recomputed_once_all_ranks_have_loaded(reference: Reference) 
     assert ordered({"aborted": Ended(2, 0)}) == {"aborted": False}
     both = WorkerReport(ended={"r": Ended(1, 0)}).aggregate(WorkerReport(ended={"r": Ended(1, 1)}))
     assert both.ended == {"r": Ended(2, 1)}
+
+
+def test_loads_are_counted_by_tier() -> None:
+    names = ("memory", "disk", "cache", "home")
+    before = [TierStats(name, hits=place) for place, name in enumerate(names)]
+    now = [TierStats(name, hits=5, misses=place) for place, name in enumerate(names)]
+    counters = Counters()
+    counters.count_tiers(before, now, names)
+    taken = counters.taken()
+    assert taken is not None
+    hits = {f"tier_hits/{name}": 5 - place for place, name in enumerate(names)}
+    assert taken.data == hits | {f"tier_misses/{name}": n for n, name in enumerate(names) if n}

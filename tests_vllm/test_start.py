@@ -23,6 +23,7 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
+from blockattn_rag.engine.outline import RecipeOutline
 from blockattn_rag.errors import ServingError
 from blockattn_rag.server.config import ServingConfig
 from blockattn_rag.server.vllm.compatibility import check_engine
@@ -57,16 +58,16 @@ def cache_of(*specs: Any) -> KVCacheConfig:
     return KVCacheConfig(num_blocks=4, kv_cache_tensors=[], kv_cache_groups=groups)
 
 
+def check(reference: Reference, engine: Any, *specs: Any, **options: Any) -> None:
+    config = ServingConfig.parse(reference.options(**options))
+    check_engine(engine, cache_of(*specs or (FULL,)), config, reference.profile)
+
+
 def change(engine: Any, changed: dict[str, Any]) -> None:
     """Set nested options of an engine, given by their dotted names."""
     for place, value in changed.items():
         *part, name = place.split(".")
         setattr(getattr(engine, part[0]) if part else engine, name, value)
-
-
-def test_an_engine_with_the_model_of_the_profile_is_accepted(reference: Reference) -> None:
-    config = ServingConfig.parse(reference.options())
-    check_engine(engine_of(), cache_of(FULL), config, reference.profile)
 
 
 @pytest.mark.parametrize(
@@ -89,11 +90,10 @@ def test_an_engine_with_the_model_of_the_profile_is_accepted(reference: Referenc
 def test_unsuitable_engines_are_refused(
     reference: Reference, transfer: dict[str, Any], changed: dict[str, Any], message: str
 ) -> None:
-    config = ServingConfig.parse(reference.options())
     engine = engine_of(transfer)
     change(engine, changed)
     with pytest.raises(ServingError, match=message):
-        check_engine(engine, cache_of(FULL), config, reference.profile)
+        check(reference, engine)
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,8 @@ def test_engines_that_cannot_recompute_are_refused_if_the_recipe_does(
     reference: Reference, changed: dict[str, Any], message: str
 ) -> None:
     config = ServingConfig.parse(reference.options(read_only=True, private_memory="0"))
-    engine, cache, profile = engine_of(), cache_of(FULL), replace(reference.profile, recompute=0.1)
+    engine, cache = engine_of(), cache_of(FULL)
+    profile = replace(reference.profile, recipe=RecipeOutline("none", recompute=0.1))
     check_engine(engine, cache, config, profile)
     change(engine, changed)
     check_engine(engine, cache, config, reference.profile)
@@ -125,21 +126,15 @@ def test_engines_that_cannot_recompute_are_refused_if_the_recipe_does(
     ],
 )
 def test_other_weights_in_the_folder_are_refused(
-    reference: Reference,
-    tmp_path: Path,
-    name: str,
-    load_format: str,
-    message: str,
+    reference: Reference, tmp_path: Path, name: str, load_format: str, message: str
 ) -> None:
     folder = shutil.copytree(MODEL, tmp_path / "model")
-    config = ServingConfig.parse(reference.options())
     engine = engine_of()
-    engine.model_config.model = str(folder)
-    engine.load_config.load_format = load_format
-    check_engine(engine, cache_of(FULL), config, reference.profile)
+    change(engine, {"model_config.model": str(folder), "load_config.load_format": load_format})
+    check(reference, engine)
     shutil.copy(folder / "model.safetensors", folder / f"{name}.safetensors")
     with pytest.raises(ServingError, match=message):
-        check_engine(engine, cache_of(FULL), config, reference.profile)
+        check(reference, engine)
 
 
 def test_files_that_the_index_does_not_list_are_not_loaded(
@@ -150,22 +145,18 @@ def test_files_that_the_index_does_not_list_are_not_loaded(
     index = {"weight_map": {"all": "model-1.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     (folder / "consolidated.safetensors").touch()
-    config = ServingConfig.parse(reference.options())
     engine = engine_of()
-    engine.model_config.model = str(folder)
-    engine.load_config.load_format = "safetensors"
-    check_engine(engine, cache_of(FULL), config, reference.profile)
+    change(engine, {"model_config.model": str(folder), "load_config.load_format": "safetensors"})
+    check(reference, engine)
 
 
 def test_read_only_servers_have_fewer_requirements(reference: Reference) -> None:
     engine = engine_of()
     engine.parallel_config.pipeline_parallel_size = 2
     engine.cache_config.cache_dtype = "fp8_e4m3"
-    config = ServingConfig.parse(reference.options(read_only=True, private_memory="0"))
-    check_engine(engine, cache_of(FULL), config, reference.profile)
-    keeps = ServingConfig.parse(reference.options(read_only=True))
+    check(reference, engine, read_only=True, private_memory="0")
     with pytest.raises(ServingError, match="read_only and private_memory '0'"):
-        check_engine(engine, cache_of(FULL), keeps, reference.profile)
+        check(reference, engine, read_only=True)
 
 
 @pytest.mark.parametrize(
@@ -174,17 +165,15 @@ def test_read_only_servers_have_fewer_requirements(reference: Reference) -> None
 def test_groups_of_attention_layers_are_accepted(
     reference: Reference, specs: tuple[Any, ...]
 ) -> None:
-    config = ServingConfig.parse(reference.options())
-    check_engine(engine_of(), cache_of(*specs), config, reference.profile)
+    check(reference, engine_of(), *specs)
     uniform = UniformTypeKVCacheSpecs(block_size=128, kv_cache_specs={"a": specs[0]})
-    check_engine(engine_of(), cache_of(uniform), config, reference.profile)
+    check(reference, engine_of(), uniform)
 
 
 @pytest.mark.parametrize("specs", [(FULL, STATE), (CHUNKED,)])
 def test_other_kinds_of_layers_are_refused(reference: Reference, specs: tuple[Any, ...]) -> None:
-    config = ServingConfig.parse(reference.options())
     with pytest.raises(ServingError, match=f"the cache has layers of {type(specs[-1]).__name__}"):
-        check_engine(engine_of(), cache_of(*specs), config, reference.profile)
+        check(reference, engine_of(), *specs)
 
 
 def test_a_model_that_differs_from_the_profile_is_refused(reference: Reference) -> None:
@@ -195,18 +184,17 @@ def test_a_model_that_differs_from_the_profile_is_refused(reference: Reference) 
 
 
 def test_a_connector_combined_with_others_is_refused(reference: Reference) -> None:
-    config = ServingConfig.parse(reference.options())
     engine = engine_of()
     parent = engine_of({"kv_connector": "MultiConnector", "kv_connector_module_path": None})
     with set_current_vllm_config(parent), pytest.raises(ServingError, match="make it the only one"):
-        check_engine(engine, cache_of(FULL), config, reference.profile)
+        check(reference, engine)
 
 
 def test_an_engine_with_another_key_rotation_does_not_start(
     reference: Reference, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(RuntimeError, match="Engine core initialization failed"):
-        Engine(reference.options(), module="tests_vllm.rotated", name="RotatedConnector")
+        Engine(reference.options(), module="tests_vllm.connectors", name="RotatedConnector")
     message = "Layer 0: vLLM rotates keys by RotaryEmbedding (half pairs of 64, base"
     assert message in "".join(capfd.readouterr())
 

@@ -123,11 +123,7 @@ class ServerClient:
         return self.send(EncodeBody((text,), only_look=True)).passages == ("found",)
 
     def send(self, body: EncodeBody) -> EncodeAnswer:
-        """Send one request that encodes passages or looks them up.
-
-        Raises:
-            MissError, ServingError: See ``ServerPool.encode``.
-        """
+        """Send one request that encodes passages or looks them up."""
         fields = {"texts": body.texts, "only_look": body.only_look}
         answer = EncodeAnswer.from_dict(self._ask("POST", ENCODE, fields))
         if len(answer.passages) != len(body.texts):
@@ -164,12 +160,15 @@ class ServerClient:
         Raises:
             MissError, ServingError: The server did not return an answer.
         """
+        extra: dict[str, Any] = {FIELD: {"mode": mode}}
+        if schema is not None:
+            named = {"name": "answer", "schema": dict(schema), "strict": True}
+            extra["response_format"] = {"type": "json_schema", "json_schema": named}
+        variables = dict(chat_template_kwargs or {})
         started, first, reason, report = time.perf_counter(), None, "", dict[str, Any]()
         tokens = 0
         with self._translated(OPENAI):
-            for chunk in self._chunks(
-                question, passages, mode, max_tokens, schema, chat_template_kwargs
-            ):
+            for chunk in self._chunks(question, passages, variables, extra, max_tokens):
                 report = (chunk.model_extra or {}).get(FIELD) or report
                 tokens = tokens if chunk.usage is None else chunk.usage.completion_tokens
                 for choice in chunk.choices:
@@ -196,16 +195,11 @@ class ServerClient:
         self,
         question: str,
         passages: Sequence[str],
-        mode: Mode,
+        variables: dict[str, Any],
+        extra: dict[str, Any],
         max_tokens: int,
-        schema: Mapping[str, Any] | None,
-        chat_template_kwargs: Mapping[str, Any] | None,
     ) -> Iterable[Any]:
         """Stream a chat answer, or a completion if the model has no chat template."""
-        extra: dict[str, Any] = {FIELD: {"mode": mode}}
-        if schema is not None:
-            named = {"name": "answer", "schema": dict(schema), "strict": True}
-            extra["response_format"] = {"type": "json_schema", "json_schema": named}
         options: dict[str, Any] = {
             "model": self.info.models[0],
             "temperature": 0.0,
@@ -216,11 +210,10 @@ class ServerClient:
         if not self.info.has_chat_template:
             self.check_markers()
             head, context = f"{CHAT.system}\n\n{CHAT.before}", "".join(map(wrap, passages))
-            prompt = f"{head}{context}{CHAT.after.format(question=question)}"
-            options["prompt"] = prompt
+            options["prompt"] = f"{head}{context}{CHAT.after.format(question=question)}"
             return cast(Iterable[Any], self.openai.completions.create(extra_body=extra, **options))
-        extra["documents"] = [{"text": text} for text in passages]
-        extra["chat_template_kwargs"] = dict(chat_template_kwargs or {})
+        extra |= {"documents": [{"text": text} for text in passages]}
+        extra |= {"chat_template_kwargs": variables}
         options["messages"] = [{"role": "user", "content": question}]
         return cast(Iterable[Any], self.openai.chat.completions.create(extra_body=extra, **options))
 
@@ -237,12 +230,7 @@ class ServerClient:
 
     @contextmanager
     def _translated(self, path: str) -> Iterator[None]:
-        """Convert errors of OpenAI's client to errors of this package.
-
-        Raises:
-            MissError: Passages are missing, and the server is not allowed to encode them.
-            ServingError: The server cannot be reached, rejects the request, or fails.
-        """
+        """Convert errors of OpenAI's client to errors of this package."""
         try:
             yield
         except openai.APIStatusError as error:

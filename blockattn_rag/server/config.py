@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import AfterValidator, Field, StrictBool, field_validator
+from pydantic import AfterValidator, Field, StrictBool
 from pydantic.dataclasses import dataclass
 
 from blockattn_rag.engine.find_recipe import AUTO, resolve_recipe
@@ -18,7 +18,7 @@ from blockattn_rag.kv.quantization import KVDtype
 from blockattn_rag.model.checkpoint import CheckpointModel
 from blockattn_rag.server.profile import ModelProfile, profile_of
 from blockattn_rag.server.shares import Share
-from blockattn_rag.server.validation import STRICT, Namespace, parse
+from blockattn_rag.server.validation import STRICT, Digest, Namespace, parse
 from blockattn_rag.store import KVStore, RedisStore, open_store
 from blockattn_rag.store.urls import bytes_of, is_cache, lasts
 
@@ -44,73 +44,50 @@ def _check_size(size: str) -> str:
     return size
 
 
+def _check_lasts(store: str) -> str:
+    if not lasts(store):
+        raise ValueError(
+            "expected a path or an address that all processes of the server can access, found "
+            f"{store!r}, which is private to each process"
+        )
+    return store
+
+
+def _check_cache(cache: str) -> str:
+    if not is_cache(cache):
+        raise ValueError(
+            "expected the address of a Redis or Valkey server, such as "
+            f"redis://host:port/database, found {cache!r}"
+        )
+    return cache
+
+
+_Text = Annotated[str, Field(min_length=1)]
 _Size = Annotated[str, AfterValidator(_check_size)]
-_Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
 @dataclass(config=STRICT, frozen=True, slots=True, kw_only=True)
 class ServingConfig:
-    """Options of the connector, shared by all processes of a server.
+    """Options of the connector, shared by all processes of a server (docs/guides/serving_vllm.md).
 
-    Args:
-        store: Path or address of the home store, accessible to every process.
-        recipe: ``"auto"``, settings such as ``"fast"``, or a recipe folder that every process can
-            read.
-        memory: Size of each rank's cache in host memory, such as ``8GiB``.
-        private_memory: Total memory of all ranks for private blocks, which must not be stored.
-            ``0``: requests with private blocks are rejected.
-        disk: Folder for a local disk tier between memory and home. Default: no disk tier.
-        cache: Address of a Redis or Valkey server, such as ``redis://valkey/0``, for a tier that
-            several servers may share. Default: no cache tier.
-        namespace: Namespace of requests without a tenant.
-        read_namespaces: Further namespaces to read from. They are never written to.
-        read_only: Whether the server stores no blocks.
-        tenant_secret_env: Name of the environment variable with the secret that authenticates
-            tenants. The secret itself is not an option, because engines log their options.
-        recognize: Whether the OpenAI routes recognize stored passages in plain text. ``"system"``:
-            also in system messages. ``"sources"``: like True, and text that chat front ends mark as
-            a source is a passage even if it is not stored (``prompts/recognition.py``).
-        kv_dtype: Format in which this server stores blocks.
-        fingerprint: Expected fingerprint of the model. ``serve`` sets it, so that startup fails if
-            the model's files change in the meantime. None: not checked.
-        recipe_digest: Expected digest of the recipe. None: not checked.
+    ``tenant_secret_env`` names an environment variable, because engines log their options.
     """
 
-    store: str
-    recipe: Annotated[str, Field(min_length=1)] = AUTO
+    store: Annotated[str, AfterValidator(_check_lasts)]
+    recipe: _Text = AUTO
     memory: _Size = "8GiB"
     private_memory: _Size = "4GiB"
-    disk: Annotated[str, Field(min_length=1)] | None = None
-    cache: str | None = None
+    disk: _Text | None = None
+    cache: Annotated[str, AfterValidator(_check_cache)] | None = None
     namespace: Namespace = ""
     read_namespaces: tuple[Namespace, ...] = ()
     read_only: StrictBool = False
-    tenant_secret_env: Annotated[str, Field(min_length=1)] | None = None
+    tenant_secret_env: _Text | None = None
     recognize: StrictBool | Literal["system", "sources"] = False
     load_deadline_s: Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)] = 10.0
     kv_dtype: KVDtype = "model"
-    fingerprint: _Digest | None = None
-    recipe_digest: _Digest | None = None
-
-    @field_validator("store")
-    @classmethod
-    def _is_shared(cls, store: str) -> str:
-        if not lasts(store):
-            raise ValueError(
-                "expected a path or an address that all processes of the server can access, found "
-                f"{store!r}, which is private to each process"
-            )
-        return store
-
-    @field_validator("cache")
-    @classmethod
-    def _is_cache(cls, cache: str | None) -> str | None:
-        if cache is not None and not is_cache(cache):
-            raise ValueError(
-                "expected the address of a Redis or Valkey server, such as "
-                f"redis://host:port/database, found {cache!r}"
-            )
-        return cache
+    fingerprint: Digest | None = None
+    recipe_digest: Digest | None = None
 
     @classmethod
     def parse(cls, options: Mapping[str, Any]) -> ServingConfig:
@@ -138,18 +115,6 @@ class ServingConfig:
 
         Every process of a server calls this at startup, with the same result. Weight files are not
         loaded, only hashed once, which takes seconds per 10 GB.
-
-        Args:
-            model: Folder or hub id.
-            dtype: Dtype that vLLM computes in.
-            revision: Revision on the hub.
-
-        Raises:
-            UnsupportedModelError: The model cannot run in block mode.
-            ValueError: The recipe is missing, damaged, for another model, or not supported by
-                servers.
-            ServingError: The model differs from ``fingerprint``, or the recipe from
-                ``recipe_digest``.
         """
         checkpoint = CheckpointModel(model, dtype, revision)
         recipe = resolve_recipe(self.recipe, checkpoint, open_store(self.store))
@@ -171,7 +136,6 @@ class ServingConfig:
         return bytes_of(self.private_memory)
 
     def private_tokens(self, profile: ModelProfile) -> int:
-        """Number of tokens that fit in ``private_memory``."""
         return self.private_bytes // profile.bytes_per_token
 
     @property
@@ -179,22 +143,16 @@ class ServingConfig:
         """Whether this server encodes blocks, to store them or to keep them in memory."""
         return not self.read_only or self.private_bytes > 0
 
-    @property
-    def tier_names(self) -> tuple[str, ...]:
-        """Names of each rank's tiers, fastest first."""
-        between = [name for name in ("disk", "cache") if getattr(self, name) is not None]
-        return ("memory", *between, "home")
+    def nearer_tiers(self, profile: ModelProfile, share: Share) -> dict[str, str | KVStore]:
+        """Tiers of a rank before the home by name, fastest first.
 
-    def nearer_tiers(self, profile: ModelProfile, share: Share) -> list[str | KVStore]:
-        """Tiers of a rank before the home, fastest first.
-
-        Each tier's name includes the model and the share, so that other models and ranks cannot
-        read this rank's parts of blocks.
+        Their folder and prefix include the model and the share, so that other models and ranks
+        cannot read this rank's parts of blocks.
         """
         name = f"{profile.fingerprint[:16]}/{share.name}"
-        tiers: list[str | KVStore] = [f"memory:{self.memory}"]
+        tiers: dict[str, str | KVStore] = {"memory": f"memory:{self.memory}"}
         if self.disk is not None:
-            tiers.append(str(Path(self.disk) / name))
+            tiers["disk"] = str(Path(self.disk) / name)
         if self.cache is not None:
-            tiers.append(RedisStore(self.cache, prefix=f"blockattn-rag:{name}:"))
+            tiers["cache"] = RedisStore(self.cache, prefix=f"blockattn-rag:{name}:")
         return tiers

@@ -28,7 +28,7 @@ def salt(plan: BlockPlan, profile: ModelProfile, own: str | None = None) -> str:
     """
     private = [place for place, keep in enumerate(plan.keep) if keep.is_private]
     cut = [plan.op, plan.lengths, private]
-    encoding = [profile.fingerprint, profile.sink_ids, profile.adapter]
+    encoding = [profile.fingerprint, profile.sink_ids, profile.recipe.adapter]
     parts = [*encoding, plan.namespace, cut, own]
     return "ba1-" + hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:40]
 
@@ -53,10 +53,10 @@ class BlockId(NamedTuple):
 
     Args:
         start: Index of its first token in the prompt.
-        digest: ``kv.token_digest`` of the token ids, the sink and the adapter.
         namespaces: Namespaces to search for the block, its own first.
         keys: Store key of the block in each namespace.
-        keep: Where the block may be kept.
+        namespace: Namespace of the plan, without the suffix of private blocks.
+        opens_prompt: See ``BlockPlan``.
     """
 
     place: int
@@ -66,11 +66,29 @@ class BlockId(NamedTuple):
     namespaces: tuple[str, ...]
     keys: tuple[str, ...]
     keep: Keep = STORED
+    namespace: str = ""
+    opens_prompt: bool = False
 
     @property
     def key(self) -> str:
         """Store key in the block's own namespace."""
         return self.keys[0]
+
+    @property
+    def name(self) -> tuple[str, bool]:
+        """Identity of the block: its key, and whether it may be stored."""
+        return self.key, self.keep.is_stored
+
+    @property
+    def tokens(self) -> int:
+        return len(self.ids)
+
+    def to_encode(self, profile: ModelProfile) -> tuple[list[int], BlockPlan]:
+        """Return the prompt that encodes the block (the sink, if any, and its tokens), and its
+        plan."""
+        sink = () if self.opens_prompt else profile.sink_ids
+        plan = BlockPlan("encode", (self.tokens,), self.namespace, (self.keep,), self.opens_prompt)
+        return [*sink, *self.ids], plan
 
 
 def block_keys(
@@ -86,27 +104,27 @@ def block_keys(
     Args:
         token_ids: Token ids of the complete prompt. With ``op="encode"``: the sink, unless the
             block opens a prompt, followed by the block.
-        read_namespaces: Further namespaces to search, in order.
     """
-    plan.check_fits(len(token_ids))
     opens_prompt, start = plan.op != "encode", 0
     if plan.op == "encode":
         opens_prompt, start = plan.opens_prompt, len(token_ids) - plan.lengths[0]
         if tuple(token_ids[:start]) != (() if opens_prompt else profile.sink_ids):
             raise ProtocolError(
                 f"Found {start} tokens before the block to be encoded, expected the "
-                f"{len(profile.sink_ids)} tokens of the server's sink ({profile.sink}), or none "
-                "with opens_prompt"
+                f"{len(profile.sink_ids)} tokens of the server's sink ({profile.recipe.sink}), or "
+                "none with opens_prompt"
             )
     access = Access(plan.namespace, tuple(read_namespaces))
     found = []
     for place, length in enumerate(plan.lengths):
         ids = tuple(token_ids[start : start + length])
-        encoding = () if opens_prompt and not place else (profile.sink_ids, profile.adapter)
+        is_first = opens_prompt and not place
+        encoding = () if is_first else (profile.sink_ids, profile.recipe.adapter)
         digest = token_digest(ids, *encoding)
         keep = plan.keep[place]
         names = access.namespaces(private=keep.is_private)
         keys = tuple(store_key(profile.fingerprint, digest, name) for name in names)
-        found.append(BlockId(place, start, ids, digest, names, keys, keep))
+        block = BlockId(place, start, ids, digest, names, keys, keep, plan.namespace, is_first)
+        found.append(block)
         start += length
     return found

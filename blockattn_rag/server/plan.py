@@ -1,19 +1,19 @@
-"""Plan of a prompt: its split into blocks, and who may read them.
+"""Plans and reports, which an API server and its engine exchange in ``kv_transfer_params``.
 
-The API server creates plans and passes them to its engine in a request's ``kv_transfer_params``. On
-a server with tenants, plans are signed with the tenant secret, so that no client can use another
-tenant's namespace.
+The API server creates the plan of a prompt: its split into blocks, and who may read them. On a
+server with tenants, plans are signed with the tenant secret, so that no client can use another
+tenant's namespace. The engine answers with a report on the blocks.
 
 Importing this module does not load torch.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import hmac
 import json
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, StrictBool, ValidationInfo, field_validator
@@ -35,6 +35,16 @@ from blockattn_rag.server.validation import (
 
 Op = Literal["complete", "encode"]
 """``complete``: generate an answer from blocks. ``encode``: encode and keep one block."""
+
+
+_UNSIGNED = (
+    "Only the server's own routes can create plans and choose namespaces; they sign plans with the "
+    "secret in the environment variable that the option tenant_secret_env names"
+)
+
+
+def code(message: str, secret: str) -> str:
+    return hmac.new(secret.encode(), message.encode(), hashlib.sha256).hexdigest()
 
 
 @dataclass(config=STRICT, frozen=True, slots=True)
@@ -91,49 +101,21 @@ class BlockPlan:
         fixed = {0, *self.fixed}
         return tuple(place not in fixed for place in range(len(self.lengths)))
 
-    def check_fits(self, num_prompt_tokens: int) -> None:
-        """Raise ProtocolError if the blocks (for answers, plus one token) exceed the prompt."""
-        answers = self.op != "encode"
-        most = num_prompt_tokens - answers
-        last = ", and its last token must not be in a block" if answers else ""
-        if self.context_tokens > most:
-            raise ProtocolError(
-                f"lengths add up to {self.context_tokens} tokens, expected at most {most}: the "
-                f"prompt has {num_prompt_tokens}{last}"
-            )
-
     def to_dict(self, secret: str | None = None) -> dict[str, Any]:
         """Convert the plan to ``kv_transfer_params`` for a request.
 
         Args:
             secret: The server's tenant secret. Without it, the plan contains no namespace.
         """
-        fields: dict[str, Any] = {
-            "v": PROTOCOL_VERSION,
-            "op": self.op,
-            "lengths": list(self.lengths),
-        }
-        if {*self.keep} != {PRIVATE}:
-            fields["keep"] = [[*keep] for keep in self.keep]
-        if self.fixed:
-            fields["fixed"] = list(self.fixed)
-        if self.opens_prompt:
-            fields["opens_prompt"] = True
-        if secret is not None:
-            fields |= {"namespace": self.namespace, "mac": self._mac(secret)}
+        fields = {"v": PROTOCOL_VERSION, **dataclasses.asdict(self)}
+        if secret is None:
+            del fields["namespace"]
+        else:
+            fields["mac"] = self.signature(secret)
         return {FIELD: fields}
 
-    def is_signed(self, mac: object, secret: str) -> bool:
-        """Whether ``mac`` is this plan's signature with ``secret``."""
-        is_text = isinstance(mac, str) and mac.isascii()
-        return is_text and hmac.compare_digest(str(mac), self._mac(secret))
-
-    def _mac(self, secret: str) -> str:
-        return code(json.dumps([PROTOCOL_VERSION, *asdict(self).values()]), secret)
-
-
-def code(message: str, secret: str) -> str:
-    return hmac.new(secret.encode(), message.encode(), hashlib.sha256).hexdigest()
+    def signature(self, secret: str) -> str:
+        return code(json.dumps([PROTOCOL_VERSION, *dataclasses.asdict(self).values()]), secret)
 
 
 def parse_plan(
@@ -165,13 +147,67 @@ def parse_plan(
             raise ProtocolError(_UNSIGNED)
         fields["namespace"] = namespace
     plan = parse(BlockPlan, fields, FIELD)
-    if secret is not None and not plan.is_signed(mac, secret):
+    if secret is not None and not hmac.compare_digest(ascii(mac), ascii(plan.signature(secret))):
         raise ProtocolError(_UNSIGNED)
-    plan.check_fits(num_prompt_tokens)
+    answers = plan.op != "encode"
+    most = num_prompt_tokens - answers
+    if plan.context_tokens > most:
+        last = ", and its last token must not be in a block" if answers else ""
+        raise ProtocolError(
+            f"lengths add up to {plan.context_tokens} tokens, expected at most {most}: the prompt "
+            f"has {num_prompt_tokens}{last}"
+        )
     return plan
 
 
-_UNSIGNED = (
-    "Only the server's own routes can create plans and choose namespaces; they sign plans with the "
-    "secret in the environment variable that the option tenant_secret_env names"
-)
+@dataclasses.dataclass(frozen=True, slots=True)
+class ServedBlocks:
+    """Report on a block-mode request: its loaded, cached and encoded context blocks.
+
+    Args:
+        loaded_tokens: Context tokens loaded from a store, including tokens that were then
+            recomputed.
+        local_tokens: Context tokens found in the engine's own cache.
+        encoded: Blocks encoded for this request, because they were not stored.
+        encoded_tokens: Number of tokens in these blocks.
+        fetch_s: Load time of the blocks in seconds.
+        int8_blocks: Number of blocks loaded in int8.
+        cut_short: Whether a stop string ended the answer. The engine then sends no report, so
+            numbers of loaded, local and recomputed tokens are unknown.
+        recomputed: Number of recomputed tokens in each block that was not encoded for this request.
+            Empty if no tokens were recomputed.
+    """
+
+    blocks: int
+    loaded_tokens: int
+    local_tokens: int
+    encoded: int = 0
+    encoded_tokens: int = 0
+    fetch_s: float = 0.0
+    int8_blocks: int = 0
+    cut_short: bool = False
+    recomputed: list[int] = dataclasses.field(default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {FIELD: dataclasses.asdict(self)}
+
+    @classmethod
+    def from_dict(cls, kv_transfer_params: Mapping[str, Any]) -> ServedBlocks:
+        return cls(**kv_transfer_params[FIELD])
+
+    def reuse(self, lengths: tuple[int, ...], prompt_tokens: int) -> dict[str, int]:
+        """Return the fields of ``ReuseStats`` for a prompt with context blocks of these lengths."""
+        expected = sum(lengths)
+        tokens = expected if self.cut_short else self.loaded_tokens + self.local_tokens
+        if (self.blocks, tokens) != (len(lengths), expected):
+            raise ProtocolError(
+                f"The engine used {self.blocks} blocks with {tokens} tokens, expected "
+                f"{len(lengths)} blocks with {expected} tokens"
+            )
+        reused = expected - self.encoded_tokens - sum(self.recomputed)
+        return {
+            "hits": self.blocks - self.encoded,
+            "misses": self.encoded,
+            "reused_tokens": reused,
+            "computed_tokens": prompt_tokens - reused,
+        }

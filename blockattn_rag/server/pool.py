@@ -33,12 +33,15 @@ _BATCH_PASSAGES, _BATCH_CHARACTERS = 32, 1 << 15
 _CHECK_AGAIN_S = 5.0
 """Interval between health checks of a failed server, in seconds."""
 
+_BEING_CHECKED = float("inf")
+"""Time of the next check while a check is running."""
+
 _EXCERPT = 60
 """Number of characters of a passage in the journal."""
 
 
 class Server(Protocol):
-    """Methods of ``ServerClient`` that ingestion requires."""
+    """Methods of ``ServerClient`` that ingestion requires. The client imports this module."""
 
     url: str
 
@@ -82,7 +85,7 @@ class ServerPool:
 
     @cached_property
     def info(self) -> ServerInfo:
-        """Return the info of the first server that responds. Raises ServingError."""
+        """Info of the first server that responds. Raises ServingError."""
         return first_reachable([member.server for member in self._members]).info
 
     @cached_property
@@ -149,10 +152,8 @@ class ServerPool:
     def _answers(
         self, bodies: Iterable[EncodeBody]
     ) -> Generator[tuple[str, EncodeBody, EncodeAnswer], None, None]:
-        """Send each body to a server, and on failure to others.
-
-        Yields the server's address, the body, and the answer.
-        """
+        """Send each body to a server, and on failure to others. Yields the server's address, the
+        body, and the answer."""
         jobs, running = deque(map(_Job, bodies)), _Running()
         last_error = ServingError("No server is healthy")
         with ThreadPoolExecutor(_AT_ONCE * len(self._members), "blockattn-rag-encode") as threads:
@@ -189,8 +190,7 @@ class ServerPool:
         now, is_first = time.monotonic(), self._stored_text is None and len(self._members) > 1
         for member in self._members:
             if member.check_at is not None and member.check_at <= now:
-                # Start no second check before this one ends.
-                member.check_at = float("inf")
+                member.check_at = _BEING_CHECKED
                 running[threads.submit(self._check, member.server)] = (member, None)
         while free := [m for m in self._members if m.check_at is None and m.requests < _AT_ONCE]:
             if is_first and any(member.requests for member in self._members):
@@ -205,17 +205,17 @@ class ServerPool:
             running[threads.submit(member.server.send, job.body)] = (member, job)
 
     def _wait_s(self) -> float | None:
-        """Return the seconds until the next check, or None if none is scheduled."""
-        times = [member.check_at for member in self._members if member.check_at is not None]
-        until = min(times, default=float("inf")) - time.monotonic()
-        return None if until == float("inf") else max(0.0, until)
+        """Seconds until the next check, or None if none is scheduled."""
+        until = min(_BEING_CHECKED if m.check_at is None else m.check_at for m in self._members)
+        return None if until == _BEING_CHECKED else max(0.0, until - time.monotonic())
 
     def _set_aside(self, member: _Member, job: _Job | None, error: ServingError) -> None:
         """Stop using a server until a check succeeds. Raises permanent errors."""
         status = getattr(error.__cause__, "status_code", 500)
         if job is not None:
             job.failed.append(member)
-        if (status < 500 and status not in (408, 429)) or (job and job.failed_on(self._members)):
+        is_final = job is not None and all(known in job.failed for known in self._members)
+        if (status < 500 and status not in (408, 429)) or is_final:
             raise error
         if job is None:
             member.check_at = time.monotonic() + _CHECK_AGAIN_S
@@ -224,12 +224,8 @@ class ServerPool:
             member.check_at = 0.0
 
     def _check(self, server: Server) -> bool:
-        """Check that a server has a passage stored by another server. False if none is stored yet.
-
-        Raises:
-            ServingError: The server is not healthy.
-            ValueError: It has a different model, recipe, namespace or store.
-        """
+        """Check that a server is healthy, is configured like the others, and has a passage that
+        another one stored. False if none is stored yet."""
         if _identity(server.check()) != _identity(self.info):
             raise ValueError(
                 f"{server.url} has a different model, recipe or namespace than another server; "
@@ -253,12 +249,8 @@ class ServerPool:
 
 @dataclass(eq=False, slots=True)
 class _Member:
-    """Server in a pool.
-
-    Args:
-        check_at: Time of the next check (``time.monotonic``), or None if the server is healthy.
-        requests: Number of running requests.
-    """
+    """Server with the time of its next check (``time.monotonic``; None if it is healthy), and its
+    number of running requests."""
 
     server: Server
     check_at: float | None
@@ -271,9 +263,6 @@ class _Job:
 
     body: EncodeBody
     failed: list[_Member] = field(default_factory=list)
-
-    def failed_on(self, members: Sequence[_Member]) -> bool:
-        return all(member in self.failed for member in members)
 
 
 _Running = dict[Future[Any], tuple[_Member, _Job | None]]
@@ -310,7 +299,6 @@ class Journal:
             return None
 
     def add(self, server: str, body: EncodeBody, answer: EncodeAnswer) -> None:
-        """Record the passages of a completed request."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         records = [
             {

@@ -66,8 +66,8 @@ class ServerInfo:
     """Server information, returned by ``INFO``.
 
     Args:
-        fingerprint, tokenizer, sink, adapter, promote, recompute, block_tuned: See
-            ``ModelProfile``.
+        fingerprint, tokenizer, block_tuned: See ``ModelProfile``.
+        sink, adapter, promote, recompute: See ``RecipeOutline``.
         models: Names of the served models, the base model first.
         max_tokens: Maximum number of tokens of a prompt and its answer together.
         has_chat_template: Whether the model supports chats, not only completions.

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NoReturn
 
 import torch
 
@@ -37,15 +36,8 @@ class Share:
         cls, profile: ModelProfile, rank: int = 0, ranks: int = 1, layers: range | None = None
     ) -> Share:
         """Create the share of a tensor-parallel rank. If there are more ranks than heads, ranks
-        share heads.
-
-        Args:
-            layers: Layers of the pipeline-parallel rank. Default: all.
-        """
-        every = range(profile.num_layers)
-        layers = every if layers is None else layers
-        if not layers or layers.step != 1 or layers[0] not in every or layers[-1] not in every:
-            raise ValueError(f"Expected a subrange of layers {every}, found {layers}")
+        share heads. ``layers``: those of the pipeline-parallel rank. Default: all."""
+        layers = range(len(profile.layers)) if layers is None else layers
         heads = (share_of(rank, ranks, profile.layers[layer].kv_heads) for layer in layers)
         return cls(layers, tuple(heads))
 
@@ -58,18 +50,13 @@ class Share:
             return f"{found}-heads-{hashlib.sha256(every.encode()).hexdigest()[:16]}"
         return f"{found}-heads-{self.heads[0].start}-{self.heads[0].stop}"
 
-    def is_whole(self, profile: ModelProfile) -> bool:
-        return self == Share.of(profile)
-
     def token_outline(self, profile: ModelProfile) -> tuple[tuple[int, int, torch.dtype], ...]:
-        """``BlockKV.token_outline`` of this share."""
         own = [profile.layers[layer] for layer in self.layers]
-        shapes = [*zip(self.heads, (layer.key_size for layer in own), strict=True)]
-        shapes += zip(self.heads, (layer.value_size for layer in own), strict=True)
-        return tuple((len(heads), size, profile.torch_dtype) for heads, size in shapes)
+        sizes = *(layer.key_size for layer in own), *(layer.value_size for layer in own)
+        heads = (len(heads) for heads in self.heads * 2)
+        return tuple((count, size, profile.dtype) for count, size in zip(heads, sizes, strict=True))
 
     def bytes_per_token(self, profile: ModelProfile) -> int:
-        """Return the unquantized size of one token's keys and values in this share, in bytes."""
         outline = self.token_outline(profile)
         return sum(heads * size * dtype.itemsize for heads, size, dtype in outline)
 
@@ -94,7 +81,7 @@ class Share:
 
 def open_share(home: KVStore, share: Share, profile: ModelProfile) -> KVStore:
     """Return a rank's store: a ``ShareStore``, or the home if the share is the complete block."""
-    return home if share.is_whole(profile) else ShareStore(home, share, profile)
+    return home if share == Share.of(profile) else ShareStore(home, share, profile)
 
 
 class ShareStore(KVStore):
@@ -117,11 +104,6 @@ class ShareStore(KVStore):
         return f"ShareStore({self.home!r}, heads={heads}, layers={self.share.layers})"
 
     def get_many(self, keys: Sequence[str]) -> list[ReadResult]:
-        """Read the shares of several entries, with one call to the home.
-
-        A result is a CorruptEntryError if the header, the token ids or this share are damaged, and
-        a FingerprintMismatchError if the block's shape does not match the model.
-        """
         if not isinstance(self.home, MaintainedStore):
             return [self._cut(found) for found in self.home.get_many(keys)]
         return self.home.read_parts(keys, self._choose, self._head_bytes)
@@ -130,10 +112,10 @@ class ShareStore(KVStore):
         return self.home.touch(key)
 
     def put(self, key: str, kv: BlockKV) -> None:
-        self._refuse(f"store {key}")
+        raise StoreError(f"Cannot store {key} in {self!r}, which is read-only; use {self.home!r}")
 
     def delete(self, key: str) -> bool:
-        self._refuse(f"delete {key}")
+        raise StoreError(f"Cannot delete {key} in {self!r}, which is read-only; use {self.home!r}")
 
     def __contains__(self, key: object) -> bool:
         return key in self.home
@@ -144,13 +126,10 @@ class ShareStore(KVStore):
     def stats(self) -> StoreStats:
         return self.home.stats()
 
-    def _refuse(self, what: str) -> NoReturn:
-        raise StoreError(f"Cannot {what} in {self!r}, which is read-only; use {self.home!r}")
-
     def _choose(self, header: Header) -> dict[int, range]:
         layout = header.layout
         expected = _layout(self._profile, layout.num_tokens, layout.quantized)
-        if layout != expected or header.dtype != self._profile.torch_dtype:
+        if layout != expected or header.dtype != self._profile.dtype:
             raise _other_shape(header.key)
         return dict(zip(self.share.layers, self.share.heads, strict=True))
 
@@ -163,7 +142,7 @@ class ShareStore(KVStore):
 
 
 def _layout(profile: ModelProfile, num_tokens: int, quantized: bool) -> Layout:
-    dtype = torch.int8 if quantized else profile.torch_dtype
+    dtype = torch.int8 if quantized else profile.dtype
     shapes = (
         LayerShape(layer.kv_heads, layer.key_size, layer.value_size, dtype, dtype)
         for layer in profile.layers

@@ -48,7 +48,6 @@ def shown(value: object) -> str:
 
 
 def parse(kind: type[T], value: object, name: str) -> T:
-    """Validate a JSON value."""
     if isinstance(value, Mapping) and len(value) > _MOST_FIELDS:
         raise ProtocolError(f"{name} has {len(value)} fields, expected at most {_MOST_FIELDS}")
     try:

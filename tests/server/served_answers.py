@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from blockattn_rag.server.vllm.tool_calls import ServedTools
+from blockattn_rag.server.vllm.answers import ServedTools
 
 
 class Definition(SimpleNamespace):

@@ -210,23 +210,23 @@ def test_killing_the_parent_ends_all_processes(vllm: FakeVllm, port: int) -> Non
     vllm.assert_ended()
 
 
-def test_a_server_that_fails_to_start_is_reported(start: Start, vllm: FakeVllm, port: int) -> None:
-    message = "vLLM exited with status 3 before it was ready: ServingError: the cause$"
-    with start("--die", "") as server, pytest.raises(ServingError, match=message):
-        server.wait_until_healthy("127.0.0.1", port, lambda _: None)
-    vllm.assert_ended()
+def broken(_line: str) -> None:
+    raise BrokenPipeError
 
 
-def test_the_cause_is_reported_if_the_log_cannot_be_written(vllm: FakeVllm, port: int) -> None:
-    def broken(_line: str) -> None:
-        raise BrokenPipeError
-
+@pytest.mark.parametrize("write", [list[str]().append, broken])
+def test_a_server_that_fails_to_start_is_reported(
+    vllm: FakeVllm, port: int, write: Callable[[str], None]
+) -> None:
+    """Even if the log cannot be written."""
     command = [*COMMAND, "--host", "127.0.0.1", "--port", str(port), "--die", ""]
+    message = "vLLM exited with status 3 before it was ready: ServingError: the cause$"
     with (
-        VllmServer(command, vllm.environment, broken) as server,
-        pytest.raises(ServingError, match=r"ServingError: the cause$"),
+        VllmServer(command, vllm.environment, write) as server,
+        pytest.raises(ServingError, match=message),
     ):
         server.wait_until_healthy("127.0.0.1", port, lambda _: None)
+    vllm.assert_ended()
 
 
 def test_a_server_that_never_answers_times_out(

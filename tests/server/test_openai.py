@@ -20,10 +20,10 @@ from blockattn_rag.prompts.formats import BLANK_LINE, CHAT, Passage
 from blockattn_rag.prompts.markers import segment, wrap
 from blockattn_rag.prompts.recognition import PassageMatcher, entries_of
 from blockattn_rag.prompts.tokenization import BlockTokenizer
+from blockattn_rag.server.plan import BlockPlan, ServedBlocks
 from blockattn_rag.server.protocol import MOST_BLOCKS
-from blockattn_rag.server.served_blocks import ServedBlocks
+from blockattn_rag.server.vllm.answers import ChatReport, Ticket
 from blockattn_rag.server.vllm.bodies import ChatBody, CompletionBody
-from blockattn_rag.server.vllm.chat_report import ChatReport
 from blockattn_rag.server.vllm.openai import Prompts, TokenPrompt
 from tests.models import tiny_tokenizer
 
@@ -281,8 +281,7 @@ def test_invalid_bodies_only_raise_request_errors(value: Any) -> None:
         assert rendered(value).token_ids
 
 
-LENGTHS = (4, 6)
-PARAMS = ServedBlocks(2, 10, 0, encoded=1, encoded_tokens=6, recomputed=[1, 0]).to_dict()
+SERVED = ServedBlocks(2, 10, 0, encoded=1, encoded_tokens=6, recomputed=[1, 0])
 REPORT = {
     "mode": "block",
     "hits": 1,
@@ -293,14 +292,18 @@ REPORT = {
 }
 
 
-def report(lengths: tuple[int, ...] = LENGTHS) -> ChatReport:
-    return ChatReport(TokenPrompt([1] * 15, lengths), RecipeOutline("head:4"))
+async def ensure_again() -> dict[str, int]:
+    return {}
+
+
+TICKET = Ticket(BlockPlan("complete", (4, 6)), ensure_again, prompt_tokens=15, served=SERVED)
+RECIPE = RecipeOutline("head:4")
 
 
 def test_the_report_replaces_internal_fields_of_the_answer() -> None:
     usage = {"prompt_tokens": 15, "prompt_tokens_details": {"cached_tokens": 12}}
-    data = {"choices": [{}], "kv_transfer_params": PARAMS, "usage": usage}
-    answer = report().answer(SimpleNamespace(model_dump=lambda: data))
+    data = {"choices": [{}], "kv_transfer_params": SERVED.to_dict(), "usage": usage}
+    answer = ChatReport(TICKET, RECIPE).answer(SimpleNamespace(model_dump=lambda: data))
     assert answer == {
         "choices": [{}],
         "blockattn": REPORT,
@@ -309,7 +312,7 @@ def test_the_report_replaces_internal_fields_of_the_answer() -> None:
 
 
 def test_the_report_explains_why_recognized_passages_are_not_reused() -> None:
-    shaped = ChatReport(None, RecipeOutline("head:4"), reason="the store is down")
+    shaped = ChatReport(None, RECIPE, reason="the store is down")
     answer = shaped.answer(SimpleNamespace(model_dump=lambda: {"usage": {}}))
     assert answer["blockattn"] == {"mode": "full", "reason": "the store is down"}
 
@@ -331,15 +334,15 @@ def event(data: Mapping[str, Any]) -> str:
     return f"data: {json.dumps(data, separators=(',', ':'))}\n\n"
 
 
-@pytest.mark.parametrize("lengths", [LENGTHS, ()])
-def test_the_report_is_in_the_last_event_of_a_stream(lengths: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("ticket", [TICKET, None])
+def test_the_report_is_in_the_last_event_of_a_stream(ticket: Ticket | None) -> None:
     said = {"choices": [{"delta": {"content": '"finish_reason":"'}, "finish_reason": None}]}
     choices = [{"delta": {}, "finish_reason": "stop"}]
-    end = {"choices": choices, **({"kv_transfer_params": PARAMS} if lengths else {})}
+    end = {"choices": choices, "kv_transfer_params": SERVED.to_dict() if ticket else None}
     usage = {"choices": [], "usage": {"prompt_tokens_details": {"cached_tokens": 12}}}
     newer = {**said, "kv_transfer_params": None}  # vLLM 0.33
     events = [event(said), event(newer), event(end), event(usage), "data: [DONE]\n\n"]
-    first, second, *found = streamed(events, report(lengths))
+    first, second, *found = streamed(events, ChatReport(ticket, RECIPE))
     assert first == second == said
-    assert found[0] == {"choices": choices, "blockattn": REPORT if lengths else {"mode": "full"}}
-    assert found[1]["usage"]["prompt_tokens_details"]["cached_tokens"] == (5 if lengths else 12)
+    assert found[0] == {"choices": choices, "blockattn": REPORT if ticket else {"mode": "full"}}
+    assert found[1]["usage"]["prompt_tokens_details"]["cached_tokens"] == (5 if ticket else 12)

@@ -14,23 +14,9 @@ from blockattn_rag.errors import ServingError
 from blockattn_rag.prompts.blocks import handle_of
 from blockattn_rag.server import ServerPool, pool
 from blockattn_rag.server.protocol import EncodeAnswer, EncodeBody, Outcome, ServerInfo
+from tests.server.profiles import SERVER_INFO as INFO
 
 TEXTS = [f"Passage {number}." for number in range(20)]
-INFO = ServerInfo(
-    fingerprint="0" * 64,
-    tokenizer="1" * 64,
-    sink="none",
-    adapter="",
-    promote=0,
-    recompute=0.0,
-    block_tuned=False,
-    models=("the-model",),
-    max_tokens=100,
-    namespace="",
-    read_only=False,
-    has_chat_template=True,
-    marker_key="2" * 16,
-)
 
 
 class StubServer:

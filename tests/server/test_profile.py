@@ -13,14 +13,16 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.errors import UnsupportedModelError
+from blockattn_rag.kv.rope import NO_ROTATION
 from blockattn_rag.model import BlockModel, EncodeRequest
 from blockattn_rag.model.checkpoint import CheckpointModel
 from blockattn_rag.model.recompute import can_recompute
 from blockattn_rag.prompts.sinks import sink_ids
 from blockattn_rag.server.plan import BlockPlan
-from blockattn_rag.server.profile import LayerProfile, ModelProfile, Rotary, profile_of
+from blockattn_rag.server.profile import LayerProfile, profile_of
 from tests.models import VOCABULARY, shared_tiny_llama, tiny_model, tiny_tokenizer
 from tests.recipes import recipe_of
+from tests.server.profiles import make_profile
 
 SHARED: dict[str, Any] = {
     "num_hidden_layers": 5,
@@ -31,23 +33,9 @@ SHARED: dict[str, Any] = {
 }
 
 
-def test_a_profile_computes_bytes_and_layouts() -> None:
-    profile = ModelProfile(
-        fingerprint="0" * 64,
-        tokenizer="1" * 64,
-        name="a name",
-        dtype="bfloat16",
-        layers=(LayerProfile(2, 8, 6, 1, 0), LayerProfile(1, 8, 8, 0, 2)),
-        rotary=(Rotary("half", ()), Rotary("interleaved", (1.0, 0.5))),
-        hidden_layers=3,
-        vocab_size=10,
-        max_positions=20,
-    )
-    rotating, still = profile.layouts
-    assert (rotating.pairing, rotating.rotates) == ("interleaved", True)
-    assert torch.equal(rotating.frequencies, torch.tensor([1.0, 0.5]))
-    assert not still.rotates
-    assert profile.num_layers == 2
+def test_a_profile_computes_bytes() -> None:
+    layers = LayerProfile(2, 8, 6, NO_ROTATION, 0), LayerProfile(1, 8, 8, NO_ROTATION, 2)
+    profile = replace(make_profile(dtype=torch.bfloat16), layers=layers)
     assert profile.bytes_per_token == 2 * (2 * (8 + 6) + 1 * (8 + 8))
     assert profile.block_bytes(5) == 5 * profile.bytes_per_token
     scales = 2 * (8 + 5) + 1 * (8 + 5)  # per head: one per key channel and token
@@ -74,10 +62,8 @@ def test_a_profile_has_the_shapes_and_rotations_of_encoded_blocks(family: str) -
     assert [(layer.kv_heads, layer.key_size, layer.value_size) for layer in profile.layers] == [
         *encoded_outlines(model)
     ]
-    for told, known in zip(profile.layouts, model.profile.layouts, strict=True):
-        assert told.same_as(known)
-    assert len(profile.rotary) == len({id(layout) for layout in model.profile.layouts})
-    assert profile.torch_dtype == torch.float32
+    assert [layer.layout for layer in profile.layers] == [*model.profile.layouts]
+    assert profile.dtype == torch.float32
     assert (profile.vocab_size, profile.max_positions) == (VOCABULARY, 4096)
     assert profile.bytes_per_token == model.bytes_per_token
     assert not profile.block_tuned
@@ -86,7 +72,7 @@ def test_a_profile_has_the_shapes_and_rotations_of_encoded_blocks(family: str) -
 def test_layers_with_shared_keys_and_values_are_counted() -> None:
     model = BlockModel(tiny_model("gemma4_text", **SHARED), tiny_tokenizer())
     listed = profile_of(model)
-    assert (listed.hidden_layers, listed.num_layers) == (5, 3)
+    assert (listed.hidden_layers, len(listed.layers)) == (5, 3)
     # transformers 5.19 omits them from its caches.
     other = BlockModel(tiny_model("gemma4_text", **SHARED), tiny_tokenizer())
     other.profile = replace(other.profile, kinds=other.profile.kinds[:3])
@@ -107,7 +93,7 @@ def test_models_with_shared_layers_cannot_recompute_on_servers(tmp_path: Path) -
 def test_a_profile_has_the_sink_and_its_tokens() -> None:
     model = BlockModel(shared_tiny_llama(), tiny_tokenizer())
     profile = profile_of(model, Recipe("head:4"))
-    assert (profile.sink, [*profile.sink_ids]) == ("head:4", sink_ids("head:4", model.tokenizer))
+    assert [*profile.sink_ids] == sink_ids("head:4", model.tokenizer)
     assert len(profile.sink_ids) == 4
     assert profile.recipe == Recipe("head:4").outline
 
@@ -163,7 +149,10 @@ def test_the_profile_of_a_checkpoint_equals_that_of_the_loaded_model(
 ) -> None:
     model = BlockModel.from_pretrained(saved, device="cpu", dtype=dtype)
     recipe = recipe_of(model)
-    assert profile_of(CheckpointModel(saved, dtype), recipe) == profile_of(model, recipe)
+    found, expected = profile_of(CheckpointModel(saved, dtype), recipe), profile_of(model, recipe)
+    assert found == expected
+    for layer, known in zip(found.layers, expected.layers, strict=True):
+        assert layer.layout.same_as(known.layout)
 
 
 def test_the_weights_of_a_checkpoint_are_not_loaded(
@@ -173,7 +162,7 @@ def test_the_weights_of_a_checkpoint_are_not_loaded(
         raise AssertionError("loaded")
 
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", refuse)
-    assert profile_of(CheckpointModel(saved, torch.float32)).num_layers == 7
+    assert len(profile_of(CheckpointModel(saved, torch.float32)).layers) == 7
 
 
 def test_the_bundled_model_has_the_same_fingerprint_as_a_checkpoint() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import pytest
@@ -12,15 +14,15 @@ from hypothesis import strategies as st
 from blockattn_rag.errors import BlockAttnError, ProtocolError, ServingError
 from blockattn_rag.prompts.blocks import IN_MEMORY, PRIVATE, STORED
 from blockattn_rag.prompts.markers import marker_key
-from blockattn_rag.server.plan import BlockPlan, parse_plan
+from blockattn_rag.server.plan import BlockPlan, ServedBlocks, parse_plan
 from blockattn_rag.server.protocol import (
     MOST_BLOCKS,
     EncodeAnswer,
     EncodeBody,
-    ServerInfo,
     marker_key_id,
 )
-from blockattn_rag.server.served_blocks import ServedBlocks
+from blockattn_rag.server.validation import read_json
+from tests.server.profiles import SERVER_INFO as INFO
 
 SECRET = "of this server alone"
 
@@ -56,23 +58,22 @@ nearly = st.fixed_dictionaries(
 # -- plans -----------------------------------------------------------------------------------------
 
 
-def test_plans_survive_a_round_trip() -> None:
-    plan = BlockPlan("complete", (3, 2))
+@pytest.mark.parametrize(
+    "plan",
+    [
+        BlockPlan("complete", (3, 2)),
+        BlockPlan("complete", (3, 2), keep=(IN_MEMORY, PRIVATE), fixed=(1,)),
+        BlockPlan("encode", (3,), keep=(STORED,), opens_prompt=True),
+    ],
+)
+def test_plans_survive_a_round_trip(plan: BlockPlan) -> None:
     assert parse_plan(json.loads(json.dumps(plan.to_dict())), 6) == plan
-    assert plan.context_tokens == 5
-    assert plan.to_dict() == {"blockattn": {"v": 2, "op": "complete", "lengths": [3, 2]}}
+    assert plan.context_tokens == sum(plan.lengths)
 
 
-def test_plans_list_where_blocks_are_kept_unless_all_are_private() -> None:
-    plan = BlockPlan("complete", (3, 2), keep=(IN_MEMORY, PRIVATE))
-    told = plan.to_dict()["blockattn"]
-    keep = [[False, False], [True, False]]
-    assert told == {"v": 2, "op": "complete", "lengths": [3, 2], "keep": keep}
-    assert parse_plan(json.loads(json.dumps(plan.to_dict())), 6) == plan
+def test_blocks_are_private_by_default() -> None:
     private = BlockPlan("complete", (3, 2), keep=(PRIVATE, PRIVATE))
-    assert private == BlockPlan("complete", (3, 2))
-    assert parse_plan(asked(), 6) == private
-    assert "keep" not in private.to_dict()["blockattn"]
+    assert private == BlockPlan("complete", (3, 2)) == parse_plan(asked(), 6)
 
 
 _OF_TENANTS = (
@@ -205,21 +206,6 @@ def test_an_answer_that_lacks_a_block_is_an_error(lengths: tuple[int, ...]) -> N
 
 # -- routes ----------------------------------------------------------------------------------------
 
-INFO = ServerInfo(
-    "a" * 64,
-    "b" * 64,
-    "head:4",
-    "c" * 64,
-    1,
-    0.1,
-    True,
-    ("llama", "other"),
-    4096,
-    "tenant",
-    read_only=True,
-    has_chat_template=True,
-    marker_key="0" * 16,
-)
 ANSWER = EncodeAnswer(("found", "encoded", "missing"), 7, 12)
 
 
@@ -297,3 +283,30 @@ def test_the_identifier_of_a_marker_key_does_not_reveal_it() -> None:
     assert name == marker_key_id()
     assert len(name) == 16
     assert marker_key().hex()[:16] != name
+
+
+# -- size and JSON of bodies -----------------------------------------------------------------------
+
+
+def read(*chunks: bytes, max_tokens: int = 1) -> Any:
+    async def sent() -> AsyncGenerator[bytes, None]:
+        for chunk in chunks:
+            yield chunk
+        assert chunk != b"unread"
+
+    return asyncio.run(read_json(sent(), max_tokens))
+
+
+@pytest.mark.parametrize("max_tokens", [1, 1000])
+def test_size_limit_grows_with_the_context_window(max_tokens: int) -> None:
+    most = (4 << 20) + 64 * max_tokens
+    body = b'"' + b"x" * (most - 2) + b'"'
+    assert len(read(body[:9], body[9:], max_tokens=max_tokens)) == most - 2
+    with pytest.raises(ProtocolError, match=f"larger than {most:,} bytes"):
+        read(body, b" ", b"unread", max_tokens=max_tokens)
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[" * 100_000, b"\xff", b"1" * 5000])
+def test_invalid_json_is_refused(body: bytes) -> None:
+    with pytest.raises(ProtocolError, match="The body is not valid JSON: "):
+        read(body)

@@ -1,9 +1,12 @@
-"""Prompts of the OpenAI route have the same tokens and blocks as those of the local adapters."""
+"""Prompts of the OpenAI route: the same as those of the local adapters, and those of front ends."""
 
 from __future__ import annotations
 
+import json
 import random
 from functools import lru_cache
+from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +18,8 @@ from pydantic import SecretStr
 from blockattn_rag import BlockAttentionEngine
 from blockattn_rag.langchain import ChatBlockAttention, format_blocks
 from blockattn_rag.output.tool_templates import tool_template
+from blockattn_rag.prompts.blocks import STORED
+from blockattn_rag.prompts.recognition import marked_sources
 from blockattn_rag.server.vllm.bodies import ChatBody
 from blockattn_rag.server.vllm.openai import Prompts
 from tests.chat_templates import GRANITE33, LLAMA31, QWEN3, QWEN25
@@ -86,3 +91,23 @@ def test_the_route_builds_the_same_prompts_as_the_adapter(name: str) -> None:
         assert found.lengths == tuple(map(len, expected.context)), messages
         cut += bool(found.lengths)
     assert cut > PROMPTS // len(TEMPLATES) // 2
+
+
+# Two turns of each front end. The second turn repeats the first passage of the first turn, in
+# another place and with another number.
+FRONT_ENDS = json.loads((Path(__file__).parents[1] / "front_ends.json").read_text())
+ROUTE = Prompts(tiny_tokenizer())
+
+
+@pytest.mark.parametrize("name", FRONT_ENDS)
+def test_a_repeated_source_has_the_same_tokens_in_another_place(name: str) -> None:
+    turns = []
+    for messages in FRONT_ENDS[name]:
+        prompt = ROUTE.chat(ChatBody.from_dict({"messages": messages}), [], {}, marked_sources)
+        tokens = ROUTE.token_ids(prompt, "block")
+        ids = iter(tokens.token_ids)
+        blocks = [[*islice(ids, length)] for length in tokens.lengths]
+        turns.append([ids for ids, keep in zip(blocks, tokens.keep, strict=True) if keep == STORED])
+    (first, _), (_, second) = turns
+    assert first == second
+    assert "The height of Halden Tower is 214 metres." in ROUTE.tokenizer.decode(first)

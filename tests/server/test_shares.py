@@ -13,14 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from blockattn_rag.engine.outline import RecipeOutline
 from blockattn_rag.errors import CorruptEntryError, FingerprintMismatchError, StoreError
 from blockattn_rag.kv.block_kv import BlockKV
-from blockattn_rag.server.profile import LayerProfile, ModelProfile, Rotary
+from blockattn_rag.kv.rope import NO_ROTATION
+from blockattn_rag.server.profile import LayerProfile, ModelProfile
 from blockattn_rag.server.shares import Share, ShareStore, open_share
 from blockattn_rag.store import (
     DirectoryStore,
     KVStore,
-    MaintainedStore,
     MemoryStore,
     ObjectStore,
     TieredStore,
@@ -28,22 +29,19 @@ from blockattn_rag.store import (
 from tests.server.profiles import make_profile
 from tests.store.kvs import FLOATS, kvs, make_kv, same
 
-NAMES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
 
 def profile_of_block(kv: BlockKV) -> ModelProfile:
     """Return the profile of a model that computes blocks like this one."""
-    dtype = kv.token_outline[0][2]
     return ModelProfile(
         fingerprint="f" * 64,
         tokenizer="e" * 64,
         name="made-up",
-        dtype=next(name for name, known in NAMES.items() if known == dtype),
+        dtype=kv.token_outline[0][2],
         layers=tuple(
-            LayerProfile(keys.shape[0], keys.shape[2], values.shape[2], 0, index)
+            LayerProfile(keys.shape[0], keys.shape[2], values.shape[2], NO_ROTATION, index)
             for index, (keys, values) in enumerate(zip(kv.keys, kv.values, strict=True))
         ),
-        rotary=(Rotary("half", ()),),
+        recipe=RecipeOutline("none"),
         hidden_layers=kv.num_layers,
         vocab_size=1 << 40,
         max_positions=1 << 20,
@@ -65,7 +63,7 @@ def put_together(whole: BlockKV, parts: Sequence[tuple[Share, BlockKV]]) -> Bloc
 
 def shares_of(profile: ModelProfile, ranks: int, stages: int) -> list[Share]:
     """Return the share of each tensor-parallel rank of each pipeline stage."""
-    count = profile.num_layers
+    count = len(profile.layers)
     cuts = [stage * count // stages for stage in range(stages + 1)]
     return [
         Share.of(profile, rank, ranks, range(start, stop))
@@ -75,14 +73,21 @@ def shares_of(profile: ModelProfile, ranks: int, stages: int) -> list[Share]:
     ]
 
 
+def home_of(kind: str, folder: Path) -> KVStore:
+    """Return a directory, the same directory as an object store, or memory."""
+    directory = DirectoryStore(folder)
+    if kind == "objects":
+        obstore = pytest.importorskip("obstore.store")
+        return ObjectStore("file:///kv", backend=obstore.LocalStore(directory.path))
+    return directory if kind == "directory" else MemoryStore(1 << 30)
+
+
+HOMES = ["directory", "objects", "memory"]
+
+
 @pytest.fixture(scope="module")
 def homes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, KVStore]:
-    obstore = pytest.importorskip("obstore.store")
-    return {
-        "directory": DirectoryStore(tmp_path_factory.mktemp("kv")),
-        "objects": ObjectStore("memory://kv", backend=obstore.MemoryStore()),
-        "memory": MemoryStore(1 << 30),
-    }
+    return {kind: home_of(kind, tmp_path_factory.mktemp(kind)) for kind in HOMES}
 
 
 # -- assignment of shares --------------------------------------------------------------------------
@@ -101,7 +106,8 @@ def test_heads_are_split_as_in_engines(heads: int, ranks: int, expected: list[ra
     profile = make_profile(heads=(heads, heads))
     found = [Share.of(profile, rank, ranks) for rank in range(ranks)]
     assert [share.heads for share in found] == [(own, own) for own in expected]
-    assert [share.is_whole(profile) for share in found] == [heads == 1 or ranks == 1] * ranks
+    whole = Share.of(profile)
+    assert [share == whole for share in found] == [heads == 1 or ranks == 1] * ranks
 
 
 def test_layers_with_different_numbers_of_heads_are_split_individually() -> None:
@@ -120,12 +126,6 @@ def test_different_shares_have_different_names() -> None:
     ]
     assert len({share.name for share in shares}) == len(set(shares))
     assert shares[1].name == "layers-0-2-heads-0-2"
-
-
-@pytest.mark.parametrize("layers", [range(0), range(1, 3), range(-1, 1), range(0, 2, 2)])
-def test_layers_that_the_model_does_not_have_are_refused(layers: range) -> None:
-    with pytest.raises(ValueError, match=r"Expected a subrange of layers range\(0, 2\)"):
-        Share.of(make_profile(), 0, 1, layers)
 
 
 def test_invalid_ranks_are_refused() -> None:
@@ -158,17 +158,9 @@ def test_all_ranks_together_read_complete_blocks(
         assert same(put_together(kv, parts), kv), home
 
 
-@pytest.fixture(params=["directory", "objects", "memory"])
+@pytest.fixture(params=HOMES)
 def home(request: pytest.FixtureRequest, tmp_path: Path) -> KVStore:
-    obstore = pytest.importorskip("obstore.store")
-    stores: dict[str, Any] = {
-        "directory": lambda: DirectoryStore(tmp_path / "kv"),
-        "objects": lambda: ObjectStore(
-            "file:///kv", backend=obstore.LocalStore(DirectoryStore(tmp_path / "kv").path)
-        ),
-        "memory": lambda: MemoryStore(1 << 20),
-    }
-    return stores[request.param]()  # type: ignore[no-any-return]
+    return home_of(request.param, tmp_path / "kv")
 
 
 PROFILE = make_profile()
@@ -219,7 +211,7 @@ def test_a_share_uses_no_more_memory_than_reported(home: KVStore) -> None:
         make_profile(heads=(4, 4)),
         make_profile(heads=(2, 4)),
         make_profile(value_size=8),
-        make_profile(dtype="bfloat16"),
+        make_profile(dtype=torch.bfloat16),
     ],
 )
 @pytest.mark.parametrize("quantized", [False, True])
@@ -275,12 +267,9 @@ def folder(tmp_path: Path) -> DirectoryStore:
     return DirectoryStore(tmp_path / "kv")
 
 
-@pytest.fixture(params=["directory", "objects"])
-def ranges(request: pytest.FixtureRequest, folder: DirectoryStore) -> MaintainedStore:
-    if request.param == "directory":
-        return folder
-    obstore = pytest.importorskip("obstore.store")
-    return ObjectStore("file:///kv", backend=obstore.LocalStore(folder.path))
+@pytest.fixture(params=HOMES[:2])
+def ranges(request: pytest.FixtureRequest, folder: DirectoryStore) -> KVStore:
+    return home_of(request.param, folder.path)
 
 
 def flip(folder: DirectoryStore, key: str, byte: int) -> None:
@@ -292,7 +281,7 @@ def flip(folder: DirectoryStore, key: str, byte: int) -> None:
 
 @pytest.mark.parametrize("quantized", [False, True])
 def test_damage_is_reported_by_the_rank_that_reads_it(
-    ranges: MaintainedStore, folder: DirectoryStore, quantized: bool
+    ranges: KVStore, folder: DirectoryStore, quantized: bool
 ) -> None:
     kv, other = (make_kv(name, tokens=40, quantized=quantized) for name in ("one", "other"))
     for one in (kv, other):
@@ -309,7 +298,7 @@ def test_damage_is_reported_by_the_rank_that_reads_it(
         second.get(kv.key)
 
 
-def test_every_rank_finds_damaged_ids(ranges: MaintainedStore, folder: DirectoryStore) -> None:
+def test_every_rank_finds_damaged_ids(ranges: KVStore, folder: DirectoryStore) -> None:
     ranges.put(KV.key, KV)
     start = folder.entry_path(KV.key).stat().st_size - KV.nbytes - 8 * KV.num_tokens
     flip(folder, KV.key, start)

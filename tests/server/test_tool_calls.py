@@ -12,7 +12,7 @@ from blockattn_rag.errors import ProtocolError
 from blockattn_rag.output import FORMATS
 from blockattn_rag.prompts.blocks import Span
 from blockattn_rag.prompts.tokenization import BlockTokenizer
-from blockattn_rag.server.vllm.tool_calls import ServedTools
+from blockattn_rag.server.vllm.answers import ServedTools
 from tests.chat_templates import QWEN3
 from tests.models import tiny_tokenizer
 from tests.quoting import CALLS, called, quoted, quoting_model

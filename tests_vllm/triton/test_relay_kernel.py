@@ -198,19 +198,22 @@ def close(found: Tensor, expected: Tensor) -> bool:
     return relative_error(found.float(), expected.float()) <= LOGITS[HALF]
 
 
+def assert_equals_copy(model: BlockModel, context: Context, *steps: list[int]) -> Any:
+    """Compare the logits after each step with the copy path. Returns the cache of the runner."""
+    found, expected = (model.cache_for(context, assembly=path) for path in ("relay", "copy"))
+    assert isinstance(found, graphs.GraphCache)
+    for step in steps:
+        new = torch.tensor([step])
+        assert close(model.next_logits(new, found), model.next_logits(new, expected))
+    return found
+
+
 @pytest.mark.parametrize("lengths", [(5, 300, 40), (7,), (33, 1, 1, 64)])
 def test_graphs_for_any_context_equal_the_copy_path(
     model: BlockModel, lengths: tuple[int, ...]
 ) -> None:
     for seed, tokens in enumerate((9, 20, 12)):  # 12 replays the graph captured for 9
-        context = context_of(model, *lengths)
-        found, expected = (
-            model.cache_for(context, assembly=assembly) for assembly in ("relay", "copy")
-        )
-        assert isinstance(found, graphs.GraphCache)
-        for step in (ids(tokens, seed), [3], [5]):
-            new = torch.tensor([step])
-            assert close(model.next_logits(new, found), model.next_logits(new, expected))
+        assert_equals_copy(model, context_of(model, *lengths), ids(tokens, seed), [3], [5])
 
 
 def test_answers_equal_those_of_the_copy_path(model: BlockModel) -> None:
@@ -250,20 +253,11 @@ def test_a_question_without_passages_is_replayed_if_it_fills_the_cache_in_order(
     )
 
 
-def test_graphs_are_captured_again_when_the_tail_grows(
-    monkeypatch: pytest.MonkeyPatch, model: BlockModel
-) -> None:
-    context = context_of(model, 12)
-    found, expected = (model.cache_for(context, assembly=a) for a in ("relay", "copy"))
+def test_graphs_are_captured_again_when_the_tail_grows(model: BlockModel) -> None:
     runner: Any = model.graph_runner
-    room = runner.relay.room
-    first = torch.tensor([ids(16, 1)])
-    assert close(model.next_logits(first, found), model.next_logits(first, expected))
-    more = torch.tensor([ids(room - 8, 2)])
-    assert close(model.next_logits(more, found), model.next_logits(more, expected))
+    room, first = runner.relay.room, ids(16, 1)
+    assert_equals_copy(model, context_of(model, 12), first, ids(room - 8, 2), first, first)
     assert runner.relay.room > room
-    for _ in range(2):
-        assert close(model.next_logits(first, found), model.next_logits(first, expected))
 
 
 def test_a_second_cache_does_not_affect_the_first_one(model: BlockModel) -> None:
@@ -300,23 +294,9 @@ def test_a_forward_that_cannot_be_captured_runs_without_a_graph(
         raise RuntimeError("operation not permitted when stream is capturing")
 
     monkeypatch.setattr(graphs, "record", failing)
-    context, question = context_of(model, 12, 9), torch.tensor([ids(6, 1)])
     with caplog.at_level(logging.WARNING, "blockattn_rag"):
-        found = model.next_logits(question, model.cache_for(context, assembly="relay"))
-    assert close(found, model.next_logits(question, model.cache_for(context, assembly="copy")))
+        assert_equals_copy(model, context_of(model, 12, 9), ids(6, 1))
     assert "not permitted when stream is capturing" in caplog.text
-
-
-def test_forwards_with_gradients_do_not_use_the_runner(model: BlockModel) -> None:
-    context = context_of(model, 12, 9)
-    cache: Any = model.cache_for(context, assembly="relay")
-    question = torch.tensor([ids(6, 1)])
-    with torch.enable_grad():
-        out = model.hf_model(input_ids=question, past_key_values=cache, use_cache=True)
-    assert cache.runner is None
-    assert out.logits.requires_grad
-    expected = model.next_logits(question, model.cache_for(context, assembly="copy"))
-    assert close(out.logits[0, -1].detach(), expected)
 
 
 def test_a_copy_of_the_model_has_its_own_forward(model: BlockModel) -> None:
@@ -378,29 +358,36 @@ def test_padding_has_no_positions_after_the_question(model: BlockModel) -> None:
     assert set(positions) == {12 + 9 + 6 - 1}
 
 
-@pytest.mark.parametrize("name", ["labels", "inputs_embeds"])
-def test_forwards_with_other_inputs_do_not_use_the_runner(model: BlockModel, name: str) -> None:
+@pytest.mark.parametrize("kind", ["gradients", "labels", "inputs_embeds", "token_type_ids"])
+def test_only_forwards_of_token_ids_use_the_runner(model: BlockModel, kind: str) -> None:
     context, question = context_of(model, 12, 9), torch.tensor([ids(6, 1)])
     cache: Any = model.cache_for(context, assembly="relay")
-    inputs: dict[str, Any] = {"input_ids": question, "labels": question}
-    if name == "inputs_embeds":
-        inputs = {name: model.hf_model.get_input_embeddings()(question)}
-    with torch.inference_mode():
+    inputs: dict[str, Any] = {
+        "gradients": {"input_ids": question},
+        "labels": {"input_ids": question, "labels": question},
+        "inputs_embeds": {"inputs_embeds": model.hf_model.get_input_embeddings()(question)},
+        # Tensors among other arguments are passed on.
+        "token_type_ids": {
+            "input_ids": question,
+            "logits_to_keep": 1,
+            "token_type_ids": torch.zeros_like(question),
+        },
+    }[kind]
+    with torch.enable_grad() if kind == "gradients" else torch.inference_mode():
         out = model.hf_model(**inputs, past_key_values=cache, use_cache=True)
-    assert cache.runner is None
+    assert (cache.runner is None) == (kind != "token_type_ids")
+    assert out.logits.requires_grad == (kind == "gradients")
     expected = model.next_logits(question, model.cache_for(context, assembly="copy"))
-    assert close(out.logits[0, -1], expected)
+    assert close(out.logits[0, -1].detach(), expected)
 
 
 def test_memory_of_a_long_answer_is_freed(model: BlockModel) -> None:
     relay: Any = model.graph_runner.relay if model.graph_runner else None
     context = context_of(model, 12)
-    model.next_logits(torch.tensor([ids(60, 1)]), model.cache_for(context, assembly="relay"))
+    assert_equals_copy(model, context, ids(60, 1))
     assert relay.room > 48
-    question = torch.tensor([ids(6, 1)])
-    found = model.next_logits(question, model.cache_for(context, assembly="relay"))
+    assert_equals_copy(model, context, ids(6, 1))
     assert relay.room == 48
-    assert close(found, model.next_logits(question, model.cache_for(context, assembly="copy")))
 
 
 def test_int8_blocks_are_copied(monkeypatch: pytest.MonkeyPatch, model: BlockModel) -> None:
@@ -432,17 +419,3 @@ def test_only_an_exact_runner_is_used(
     assert model.supports_relay
     runner = relay_attention.graph_runner(model.hf_model, model.profile)
     assert (runner is not None) == (kind == "right")
-
-
-def test_tensors_among_other_arguments_are_passed_on(model: BlockModel) -> None:
-    context, question = context_of(model, 12, 9), torch.tensor([ids(6, 1)])
-    with torch.inference_mode():
-        out = model.hf_model(
-            input_ids=question,
-            past_key_values=model.cache_for(context, assembly="relay"),
-            use_cache=True,
-            logits_to_keep=1,
-            token_type_ids=torch.zeros_like(question),
-        )
-    expected = model.next_logits(question, model.cache_for(context, assembly="copy"))
-    assert close(out.logits[0, -1], expected)

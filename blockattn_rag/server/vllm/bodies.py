@@ -7,11 +7,12 @@ Importing this module does not load vLLM.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections.abc import Mapping, Sequence
 from itertools import chain
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 from pydantic.dataclasses import dataclass
@@ -52,10 +53,6 @@ class Document:
             raise ValueError("The text is empty; remove empty documents")
         return text
 
-    @property
-    def passage(self) -> Passage:
-        return Passage(self.title, self.text)
-
 
 @dataclass(config=STRICT, frozen=True, slots=True)
 class ChatOptions:
@@ -74,20 +71,43 @@ class ChatOptions:
 _Documents = Annotated[tuple[Document, ...], Field(max_length=MOST_BLOCKS, fail_fast=True)]
 
 
-class ChatBody(NamedTuple):
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Body:
+    """Parsed body.
+
+    Args:
+        spans: Text of the prompt, including the documents. It may contain markers, but its control
+            tokens are not parsed.
+        fields: All other fields and the original prompt or messages, for vLLM.
+    """
+
+    spans: Spans
+    options: ChatOptions
+    fields: Mapping[str, Any]
+
+    @property
+    def passages(self) -> list[str]:
+        """Texts of the passages, without altered passages."""
+        return [span.text for span in self.spans if span.origin == "passage" and span.text.strip()]
+
+    @property
+    def has_passages(self) -> bool:
+        """Whether the body contains any passages, intact or altered."""
+        return any(span.origin in PASSAGES and span.text.strip() for span in self.spans)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ChatBody(_Body):
     """Parsed body of a chat.
 
     Args:
         messages: Messages for the chat template, including the documents. Contents are spans.
         not_text: Description of the first content part that is not text. None if all parts are
             text.
-        fields: All other fields and the original messages, for vLLM.
     """
 
     messages: Sequence[Mapping[str, Any]]
-    options: ChatOptions
     not_text: str | None
-    fields: Mapping[str, Any]
 
     @classmethod
     def from_dict(cls, value: object) -> ChatBody:
@@ -97,75 +117,31 @@ class ChatBody(NamedTuple):
             raise ProtocolError(f"messages should be a non-empty list, found {shown(sent)}")
         _check_number(sent)
         reader = _MessageReader(options.parts == "passages")
-        messages = [
-            reader.read(message, f"messages[{place}]") for place, message in enumerate(sent)
-        ]
-        return cls(with_documents(messages, documents), options, reader.not_text, fields)
-
-    @property
-    def spans(self) -> Spans:
-        return (*chain.from_iterable(message["content"] for message in self.messages),)
-
-    @property
-    def passages(self) -> list[str]:
-        """Return the texts of the passages in documents and messages, without altered passages."""
-        return _intact_passages(self.spans)
-
-    @property
-    def has_passages(self) -> bool:
-        """Whether the chat contains any passages, intact or altered."""
-        return _has_passages(self.spans)
+        messages = [reader.read(message, f"messages[{n}]") for n, message in enumerate(sent)]
+        messages = with_documents(messages, documents)
+        spans = (*chain.from_iterable(message["content"] for message in messages),)
+        return cls(spans, options, fields, messages, reader.not_text)
 
 
-class CompletionBody(NamedTuple):
-    """Parsed body of a completion.
-
-    Args:
-        spans: Documents and prompt. The prompt may contain markers, but its control tokens are not
-            parsed.
-        fields: All other fields and the original prompt, for vLLM.
-    """
-
-    spans: Spans
-    options: ChatOptions
-    fields: Mapping[str, Any]
+class CompletionBody(_Body):
+    """Parsed body of a completion."""
 
     @classmethod
     def from_dict(cls, value: object) -> CompletionBody:
         fields, documents, options = _read_fields(value)
         prompt = _string(fields.get("prompt"), "prompt")
-        passages = [
-            Span(CHAT.canonical_text(document.passage), "passage") for document in documents
-        ]
-        return cls((*passages, *content_spans(prompt, "conversation")), options, fields)
-
-    @property
-    def passages(self) -> list[str]:
-        """Return the texts of the passages in documents and prompt, without altered passages."""
-        return _intact_passages(self.spans)
-
-    @property
-    def has_passages(self) -> bool:
-        """Whether the body contains any passages, intact or altered."""
-        return _has_passages(self.spans)
+        spans = (Span(CHAT.canonical_text(passage), "passage") for passage in documents)
+        return cls((*spans, *content_spans(prompt, "conversation")), options, fields)
 
 
-def _intact_passages(spans: Spans) -> list[str]:
-    return [span.text for span in spans if span.origin == "passage" and span.text.strip()]
-
-
-def _has_passages(spans: Spans) -> bool:
-    return any(span.origin in PASSAGES and span.text.strip() for span in spans)
-
-
-def _read_fields(value: object) -> tuple[dict[str, Any], tuple[Document, ...], ChatOptions]:
+def _read_fields(value: object) -> tuple[dict[str, Any], list[Passage], ChatOptions]:
     fields = as_object(value, "the body")
     _check_json(fields)
     if fields.pop("kv_transfer_params", None) is not None:
         raise ProtocolError("kv_transfer_params is not supported on this route; remove it")
     documents = parse(_Documents, _popped(fields, "documents", ()), "documents")
     options = parse(ChatOptions, _popped(fields, FIELD, {}), FIELD)
-    return fields, documents, options
+    return fields, [Passage(one.title, one.text) for one in documents], options
 
 
 def _check_number(messages: Sequence[Any]) -> None:
@@ -291,8 +267,8 @@ def _check_json(value: object, depth: int = 0) -> None:
 
 
 def with_documents(
-    messages: Sequence[Mapping[str, Any]], documents: Sequence[Document]
-) -> list[Mapping[str, Any]]:
+    messages: Sequence[dict[str, Any]], documents: Sequence[Passage]
+) -> list[dict[str, Any]]:
     """Insert documents into the first user message, in the prompt format ``formats.CHAT``.
 
     If the chat has no system message, the format's is added. The rest of the conversation follows
@@ -304,8 +280,7 @@ def with_documents(
     place = next((place for place, message in enumerate(made) if message["role"] == "user"), None)
     if place is None:
         raise ProtocolError("documents require a message with the role 'user', found none; add one")
-    passages = [document.passage for document in documents]
-    made[place] = {**made[place], "content": CHAT.user_spans(made[place]["content"], passages)}
+    made[place] = {**made[place], "content": CHAT.user_spans(made[place]["content"], documents)}
     if all(origin_of(message["role"]) != "system" for message in made):
         made.insert(0, {"role": "system", "content": (Span(CHAT.system, "system"),)})
     return made

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 from vllm.config import VllmConfig, get_current_vllm_config_or_none
 from vllm.model_executor.model_loader.weight_utils import filter_files_not_needed_for_inference
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
-    KVCacheSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
@@ -21,9 +20,6 @@ from blockattn_rag.model.loading import commit_of, load_config, weight_files
 from blockattn_rag.model.quantized import quantization_of
 from blockattn_rag.server.config import NOT_RECOMPUTING, ServingConfig, as_computed
 from blockattn_rag.server.profile import ModelProfile
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
 
 logger = logging.getLogger("blockattn_rag")
 
@@ -39,10 +35,9 @@ _NOT_RECOMPUTED = "it cannot recompute tokens; use a recipe with recompute=0, su
 def check_engine(
     engine: VllmConfig, cache: KVCacheConfig, config: ServingConfig, profile: ModelProfile
 ) -> None:
-    """Check that an engine gives exact answers in block mode."""
     reasons = [*_transfer(engine), *_parallel(engine, config), *_model(engine, profile)]
     reasons += [*_weights(engine), *_cache(engine, cache, config)]
-    if profile.recompute:
+    if profile.recipe.recompute:
         reasons += [f"{reason}; {_NOT_RECOMPUTED}" for reason in _recomputation(engine)]
     if reasons:
         raise ServingError("Block mode is not supported on this engine: " + "; ".join(reasons))
@@ -173,13 +168,12 @@ def _weights(engine: VllmConfig) -> Iterator[str]:
         )
 
 
-def _layer_specs(spec: KVCacheSpec) -> Iterable[KVCacheSpec]:
-    return spec.kv_cache_specs.values() if isinstance(spec, UniformTypeKVCacheSpecs) else (spec,)
-
-
 def _cache(engine: VllmConfig, cache: KVCacheConfig, config: ServingConfig) -> Iterator[str]:
-    specs = [spec for group in cache.kv_cache_groups for spec in _layer_specs(group.kv_cache_spec)]
-    if others := {type(spec).__name__ for spec in specs if type(spec) not in _SPECS}:
+    specs = [group.kv_cache_spec for group in cache.kv_cache_groups]
+    uniform = [spec for spec in specs if isinstance(spec, UniformTypeKVCacheSpecs)]
+    kinds = {type(spec) for spec in specs} - {UniformTypeKVCacheSpecs}
+    kinds |= {type(spec) for group in uniform for spec in group.kv_cache_specs.values()}
+    if others := {kind.__name__ for kind in kinds - {*_SPECS}}:
         yield (
             f"the cache has layers of {', '.join(sorted(others))}, expected "
             f"{', '.join(spec.__name__ for spec in _SPECS)}; use another model"

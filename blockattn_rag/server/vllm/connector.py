@@ -17,7 +17,7 @@ from blockattn_rag.server.config import ServingConfig
 from blockattn_rag.server.vllm.compatibility import check_engine
 from blockattn_rag.server.vllm.metrics import ServingPromMetrics, ServingStats, WorkerReport
 from blockattn_rag.server.vllm.pages import KVGroup
-from blockattn_rag.server.vllm.scheduler import Orders, SchedulerSide
+from blockattn_rag.server.vllm.scheduler import SchedulerSide
 from blockattn_rag.server.vllm.worker import WorkerSide
 
 if TYPE_CHECKING:
@@ -38,6 +38,11 @@ class BlockAttentionConnector(KVConnectorBase_V1, SupportsHMA):
     final block as usual. ``kv_connector_extra_config`` contains the options (``ServingConfig``).
     """
 
+    scheduler: SchedulerSide
+    """Exists in the scheduler only."""
+    worker: WorkerSide
+    """Exists in workers only, once their pages are registered."""
+
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
@@ -46,17 +51,9 @@ class BlockAttentionConnector(KVConnectorBase_V1, SupportsHMA):
         model = vllm_config.model_config
         profile, recipe = config.profile_of(model.model, model.dtype, model.revision)
         check_engine(vllm_config, kv_cache_config, config, profile)
-        self._scheduler: SchedulerSide | None = None
-        self._worker: WorkerSide | None = None
+        self._config, self._profile, self._recipe = config, profile, recipe
         if role == KVConnectorRole.SCHEDULER:
-            self._scheduler = SchedulerSide(config, profile, vllm_config.parallel_config.world_size)
-        else:
-            groups = {
-                name: KVGroup(index, group.kv_cache_spec.block_size)
-                for index, group in enumerate(kv_cache_config.kv_cache_groups)
-                for name in group.layer_names
-            }
-            self._worker = WorkerSide(config, profile, groups, recipe.adapter, vllm_config)
+            self.scheduler = SchedulerSide(config, profile, vllm_config.parallel_config.world_size)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -92,11 +89,20 @@ class BlockAttentionConnector(KVConnectorBase_V1, SupportsHMA):
     # Worker half.
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        layers = self._vllm_config.compilation_config.static_forward_context
-        self.worker.register({name: layers[name] for name in kv_caches})
+        engine, groups = self._vllm_config, self._kv_cache_config.kv_cache_groups
+        layers = {
+            name: (
+                engine.compilation_config.static_forward_context[name],
+                KVGroup(index, group.kv_cache_spec.block_size),
+            )
+            for index, group in enumerate(groups)
+            for name in group.layer_names
+            if name in kv_caches
+        }
+        self.worker = WorkerSide(self._config, self._profile, self._recipe, engine, layers)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        self.worker.execute(self._orders())
+        self.worker.execute(self._get_connector_metadata())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Do nothing, because a request runs only after all its layers are loaded."""
@@ -108,56 +114,28 @@ class BlockAttentionConnector(KVConnectorBase_V1, SupportsHMA):
 
     def wait_for_save(self) -> None:
         """Copy the keys and values that this step computed for encoding requests."""
-        self.worker.copy(self._orders())
+        self.worker.copy(self._get_connector_metadata())
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        done = self.worker.done(finished_req_ids)
-        return KVConnectorTransferResults(set(), done.loaded, done.failed)
+        return self.worker.done(finished_req_ids)
 
     def build_connector_worker_meta(self) -> WorkerReport | None:
         return self.worker.report()
 
-    def _orders(self) -> Orders:
-        orders = self._get_connector_metadata()
-        if not isinstance(orders, Orders):
-            raise TypeError(f"Expected this connector's Orders, found {type(orders).__name__}")
-        return orders
-
     # Both halves.
 
     def get_kv_connector_stats(self) -> ServingStats | None:
-        if self._scheduler is not None:
-            return self._scheduler.stats.taken()
-        return self.worker.counted()
+        is_scheduler = self.role == KVConnectorRole.SCHEDULER
+        return self.scheduler.stats.taken() if is_scheduler else self.worker.counted()
 
     def shutdown(self) -> None:
-        if self._worker is not None:
-            self._worker.close()
+        if hasattr(self, "worker"):
+            self.worker.close()
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ServingStats:
         return ServingStats(dict(data or {}))
 
     @classmethod
-    def build_prom_metrics(
-        cls,
-        vllm_config: VllmConfig,
-        metric_types: Any,
-        labelnames: list[str],
-        per_engine_labelvalues: dict[int, list[object]],
-    ) -> ServingPromMetrics:
-        return ServingPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-
-    @property
-    def scheduler(self) -> SchedulerSide:
-        """Scheduler half of the connector. Raises TypeError in a worker."""
-        if self._scheduler is None:
-            raise TypeError("This connector runs in a worker, which has no scheduler half")
-        return self._scheduler
-
-    @property
-    def worker(self) -> WorkerSide:
-        """Worker half of the connector. Raises TypeError in the scheduler."""
-        if self._worker is None:
-            raise TypeError("This connector runs in the scheduler, which has no worker half")
-        return self._worker
+    def build_prom_metrics(cls, *args: Any) -> ServingPromMetrics:
+        return ServingPromMetrics(*args)

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 import uuid
+from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -14,13 +15,11 @@ from typing import Any
 
 from vllm import SamplingParams
 
-from blockattn_rag.errors import MissError, ServingError, StoreError
+from blockattn_rag.errors import MissError, ProtocolError, ServingError, StoreError
 from blockattn_rag.server.config import ServingConfig
 from blockattn_rag.server.keys import BlockId
 from blockattn_rag.server.profile import ModelProfile
 from blockattn_rag.server.shares import Share
-from blockattn_rag.server.vllm.kept_blocks import KeptBlocks
-from blockattn_rag.server.vllm.requests import Encodable
 from blockattn_rag.server.vllm.saver import QUEUE_BYTES
 from blockattn_rag.server.vllm.scheduler import UNSAVED, new_encode_name
 from blockattn_rag.store.base import KVStore, is_damage
@@ -45,18 +44,13 @@ token, and an idle engine runs no further steps."""
 _FIRST_ASKED_S, _ASKED_EVERY_S = 0.1, 0.5
 """Delay of the first query of why a block is not stored yet, and interval of later queries."""
 
-_Name = tuple[str, bool]
-
 
 class NotStoredError(ServingError):
     """Raised if a block was not stored. Workers can then keep it in memory instead."""
 
 
 class _Flight:
-    """Block that is being encoded.
-
-    ``waiting`` is the number of waiters; ``is_asked`` is whether the request is in the engine.
-    """
+    """Block that is being encoded, with its waiters. ``is_asked``: the engine has the request."""
 
     def __init__(self, encode: Callable[[_Flight], Coroutine[Any, Any, None]]) -> None:
         self.waiting = 0
@@ -73,14 +67,15 @@ class BlockEnsurer:
     def __init__(
         self, engine_client: Any, home: KVStore, config: ServingConfig, profile: ModelProfile
     ) -> None:
-        self._engine = EngineTasks(engine_client, config)
+        self._engine_client = engine_client
+        self._secret = config.tenant_secret
         self._home = home
         self._config = config
         self._profile = profile
         self._outline = Share.of(profile).token_outline(profile)
         self._kept = KeptBlocks(config.private_tokens(profile))
         self._later: set[asyncio.Task[None]] = set()
-        self._flights: dict[_Name, _Flight] = {}
+        self._flights: dict[tuple[str, bool], _Flight] = {}
         # Workers drop blocks if they encode faster than they store, so blocks wait here.
         self._room = Room(_AT_ONCE, QUEUE_BYTES)
         # A store that rejects all blocks would delay every request and waste computation.
@@ -88,53 +83,40 @@ class BlockEnsurer:
         self._why_unstored = ""
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="blockattn-rag-ensure")
 
-    async def found(self, blocks: Sequence[Encodable], *, thorough: bool = False) -> list[bool]:
+    async def found(self, blocks: Sequence[BlockId], *, thorough: bool = False) -> list[bool]:
         """Check whether each block is available, and mark available blocks as used.
 
-        Args:
-            thorough: Whether to read complete entries, and delete damaged ones. Blocks in the
-                workers' memory are assumed to be lost.
+        If ``thorough``, complete entries are read, and damaged ones deleted. Blocks in the workers'
+        memory are then assumed to be lost.
         """
         distinct = {block.name: block for block in blocks}
         looks = (self._is_found(block, thorough) for block in distinct.values())
         there = dict(zip(distinct, await asyncio.gather(*looks), strict=True))
         return [there[block.name] for block in blocks]
 
-    async def _is_found(self, block: Encodable, thorough: bool) -> bool:
-        if not block.in_store and thorough:
+    async def _is_found(self, block: BlockId, thorough: bool) -> bool:
+        if not block.keep.is_stored and thorough:
             self._kept.discard(block.key)
-        if not block.in_store and self._kept.use(block.key):
+        if not block.keep.is_stored and self._kept.use(block.key):
             return True
-        return await self._asked(self._is_sound if thorough else self._is_there, block.block)
+        return await self._asked(self._is_sound if thorough else self._is_there, block)
 
     async def ensure(
-        self, blocks: Sequence[Encodable], *, thorough: bool = False, must_store: bool = False
-    ) -> list[bool]:
-        """Encode missing blocks.
+        self, blocks: Sequence[BlockId], *, thorough: bool = False, must_store: bool = False
+    ) -> dict[str, int]:
+        """Encode missing blocks. Returns the number of tokens of each of them, by key.
 
         A block that cannot be stored is kept in the workers' memory if there is room, so that
         requests succeed even if the store is full.
 
         Args:
             must_store: Whether to raise an error if a storable block cannot be stored.
-
-        Returns:
-            Whether each block was missing.
-
-        Raises:
-            MissError: Blocks are missing, and this server is read-only.
-            ProtocolError: The private blocks do not fit in memory.
-            ServingError: A block could not be encoded, or could be neither stored nor (because of
-                its size or ``must_store``) kept in memory.
-            StoreError: The store does not respond.
         """
-        found = await self.found(blocks, thorough=thorough)
-        absent = {
-            block.name: block for block, there in zip(blocks, found, strict=True) if not there
-        }
+        pairs = zip(blocks, await self.found(blocks, thorough=thorough), strict=True)
+        absent = {block.name: block for block, is_found in pairs if not is_found}
         late = [block for block in absent.values() if not thorough and self._kept.use(block.key)]
         missing = {name: block for name, block in absent.items() if block not in late}
-        unstored = sum(block.in_store for block in missing.values())
+        unstored = sum(block.keep.is_stored for block in missing.values())
         if unstored and self._config.read_only:
             raise MissError(
                 f"{unstored} of {len(blocks)} blocks are not stored, and this server is read_only; "
@@ -143,28 +125,28 @@ class BlockEnsurer:
         in_memory = {
             block.key: block.tokens
             for block in blocks
-            if not block.in_store and (block.name in missing or self._kept.use(block.key))
+            if not block.keep.is_stored and (block.name in missing or self._kept.use(block.key))
         }
         self._kept.check_room(sum(in_memory.values()))
         failures = await asyncio.gather(*(self._unstored(block) for block in missing.values()))
-        failed = [
-            block for block, failure in zip(missing.values(), failures, strict=True) if failure
-        ]
+        pairs = zip(missing.values(), failures, strict=True)
+        failed = [block for block, failure in pairs if failure is not None]
         in_memory |= {block.key: block.tokens for block in [*failed, *late]}
         if failed and (must_store or sum(in_memory.values()) > self._kept.max_tokens):
             raise next(filter(None, failures))
-        await asyncio.gather(*(self._encoded(block.for_memory()) for block in failed))
+        unstorable = [b._replace(keep=b.keep._replace(is_stored=False)) for b in failed]
+        await asyncio.gather(*map(self._encoded, unstorable))
         self._store_later(late)
-        return [block.name in missing for block in blocks]
+        return {block.key: block.tokens for block in missing.values()}
 
-    async def _unstored(self, block: Encodable) -> NotStoredError | None:
+    async def _unstored(self, block: BlockId) -> NotStoredError | None:
         try:
             await self._encoded(block)
         except NotStoredError as error:
             return error
         return None
 
-    def _store_later(self, blocks: Iterable[Encodable]) -> None:
+    def _store_later(self, blocks: Iterable[BlockId]) -> None:
         """Store blocks from the workers' memory in the background, now that this is permitted."""
         for block in blocks if not self._config.read_only else ():
             task = asyncio.create_task(self._encoded(block))
@@ -172,7 +154,7 @@ class BlockEnsurer:
             task.add_done_callback(self._later.discard)
             task.add_done_callback(lambda task: task.cancelled() or task.exception())  # see _land
 
-    async def _encoded(self, block: Encodable) -> None:
+    async def _encoded(self, block: BlockId) -> None:
         """Encode a block, or wait if it is already being encoded.
 
         The request is canceled if the last waiter leaves before the request is sent to the engine.
@@ -191,48 +173,44 @@ class BlockEnsurer:
                 self._forget(block.name, flight)
                 flight.task.cancel()
 
-    def _land(self, name: _Name, flight: _Flight) -> None:
+    def _land(self, name: tuple[str, bool], flight: _Flight) -> None:
         self._forget(name, flight)
         # Logged here, because all waiters may have left. While the breaker is open, nothing is
         # logged, because each request would log the same message.
         if flight.is_asked and not flight.task.cancelled() and (error := flight.task.exception()):
             logger.warning("A block was not encoded: %s", error)
 
-    def _forget(self, name: _Name, flight: _Flight) -> None:
+    def _forget(self, name: tuple[str, bool], flight: _Flight) -> None:
         if self._flights.get(name) is flight:
             del self._flights[name]
 
-    async def _encode(self, block: Encodable, flight: _Flight) -> None:
+    async def _encode(self, block: BlockId, flight: _Flight) -> None:
         request_id = new_encode_name()
         async with self._room.taken(block.tokens * self._profile.bytes_per_token):
-            if block.in_store and not self._storing.allows():
+            if block.keep.is_stored and not self._storing.allows():
                 raise NotStoredError(
                     f"Several blocks in a row could not be stored ({self._why_unstored}); the next "
                     f"attempt is within {_PAUSE_S:g} s"
                 )
             flight.is_asked = True
-            await self._engine.encode(block, request_id)
-            if block.in_store:
-                await self._stored(block.block, request_id)
+            await self._run_encoding(block, request_id)
+            if block.keep.is_stored:
+                await self._stored(block, request_id)
             else:  # Workers execute this save before later loads.
                 self._kept.add(block.key, block.tokens)
 
     async def _stored(self, block: BlockId, request_id: str) -> None:
         """Wait until the workers have stored an encoded block."""
         pause, began = 0.005, time.monotonic()
-        asking = asyncio.create_task(self._engine.why_not_stored(request_id))
+        asking = asyncio.create_task(self._why_not_stored(request_id))
         try:
-            while not await self._asked(self._is_in_own, block):
-                why = None
-                if asking.done():
-                    why = f"not stored: {asking.result()}"
-                elif time.monotonic() > began + _STORED_WITHIN_S:
+            while not await self._asked(lambda block: block.key in self._home, block):
+                if asking.done() or time.monotonic() > began + _STORED_WITHIN_S:
                     why = f"not stored within {_STORED_WITHIN_S:g} s; see the server's log"
-                if why is not None:
-                    self._why_unstored = why
+                    self._why_unstored = f"not stored: {asking.result()}" if asking.done() else why
                     self._storing.failed()
                     raise NotStoredError(
-                        f"A block of {len(block.ids)} tokens was encoded but {why} "
+                        f"A block of {len(block.ids)} tokens was encoded but {self._why_unstored} "
                         f"(request {request_id})"
                     )
                 await asyncio.sleep(pause)
@@ -240,6 +218,45 @@ class BlockEnsurer:
         finally:
             asking.cancel()
         self._storing.succeeded()
+
+    async def _run_encoding(self, block: BlockId, request_id: str) -> None:
+        reason, (token_ids, plan) = None, block.to_encode(self._profile)
+        params = plan.to_dict(self._secret)
+        async for output in self._generate(token_ids, params, request_id, 1):
+            reason = output.outputs[0].finish_reason
+        if reason not in ("length", "stop"):
+            raise ServingError(
+                f"A block of {block.tokens} tokens was not encoded (request {request_id}, finish "
+                f"reason {reason!r}); see the server's log"
+            )
+
+    async def _why_not_stored(self, request_id: str) -> str:
+        """Query the engine until it returns why an encoding request's block could not be stored."""
+        pause = _FIRST_ASKED_S
+        while True:
+            await asyncio.sleep(pause)
+            name = f"blockattn-unsaved-{uuid.uuid4().hex}"
+            asked = self._generate([0], {UNSAVED: request_id}, name, _REPORTED_TOKENS)
+            async for output in asked:
+                if why := (output.kv_transfer_params or {}).get(UNSAVED):
+                    return str(why)
+            pause = _ASKED_EVERY_S
+
+    def _generate(
+        self, token_ids: list[int], params: dict[str, Any], request_id: str, tokens: int
+    ) -> AsyncGenerator[Any, None]:
+        """Generate exactly ``tokens`` tokens, which are discarded."""
+        sampling = SamplingParams(
+            max_tokens=tokens,
+            min_tokens=0 if tokens == 1 else tokens,
+            temperature=0.0,
+            detokenize=False,
+            extra_args={"kv_transfer_params": params},
+        )
+        prompt = {"prompt_token_ids": token_ids}
+        outputs: AsyncGenerator[Any, None]
+        outputs = self._engine_client.generate(prompt, sampling, request_id)
+        return outputs
 
     async def _asked(self, look: Callable[[BlockId], bool], block: BlockId) -> bool:
         """Look up a block in the store without blocking the event loop."""
@@ -255,9 +272,6 @@ class BlockEnsurer:
             logger.warning("A lookup in the store failed: %s", error)
             raise type(error)("The server's store failed; see the server's log") from None
 
-    def _is_in_own(self, block: BlockId) -> bool:
-        return block.key in self._home
-
     def _is_there(self, block: BlockId) -> bool:
         return any(self._home.touch(key) for key in block.keys)
 
@@ -272,11 +286,46 @@ class BlockEnsurer:
         return kv is not None
 
 
-class Room:
-    """Limits concurrent tasks in an event loop, in first-in, first-out order.
+class KeptBlocks:
+    """The API server's estimate of which private blocks are in the workers' memory, an LRU cache.
 
-    Args:
-        max_bytes: Maximum total bytes of all running tasks; a single task may exceed it.
+    The estimate may be wrong if other API servers use the same workers. In that case, loading
+    fails, and the block is encoded again.
+    """
+
+    def __init__(self, max_tokens: int) -> None:
+        self.max_tokens = max_tokens
+        self._tokens: OrderedDict[str, int] = OrderedDict()
+        self._sum = 0
+
+    def use(self, key: str) -> bool:
+        """Return whether a block should be in memory, and mark it as used."""
+        if key in self._tokens:
+            self._tokens.move_to_end(key)
+        return key in self._tokens
+
+    def add(self, key: str, tokens: int) -> None:
+        self.discard(key)
+        self._tokens[key] = tokens
+        self._sum += tokens
+        while self._sum > self.max_tokens:
+            self.discard(next(iter(self._tokens)))
+
+    def discard(self, key: str) -> None:
+        self._sum -= self._tokens.pop(key, 0)
+
+    def check_room(self, tokens: int) -> None:
+        if tokens > self.max_tokens:
+            raise ProtocolError(
+                f"The prompt has {tokens} tokens in private blocks, which must not be stored, but "
+                f"this server keeps at most {self.max_tokens} tokens of such blocks in memory; put "
+                "other text after the passages, or raise private_memory in the connector's options"
+            )
+
+
+class Room:
+    """Limits concurrent tasks in an event loop and their total bytes, in first-in, first-out order.
+    A single task may exceed the bytes.
     """
 
     def __init__(self, max_running: int, max_bytes: int) -> None:
@@ -287,7 +336,6 @@ class Room:
 
     @asynccontextmanager
     async def taken(self, nbytes: int) -> AsyncGenerator[None, None]:
-        """Wait for room, and reserve it within the context."""
         async with self._turn:
             while self._running and (
                 self._running >= self._max_running or self._bytes + nbytes > self._max_bytes
@@ -302,50 +350,3 @@ class Room:
             self._running -= 1
             self._bytes -= nbytes
             self._freed.set()
-
-
-class EngineTasks:
-    def __init__(self, engine_client: Any, config: ServingConfig) -> None:
-        self._engine_client = engine_client
-        self._secret = config.tenant_secret
-
-    async def encode(self, block: Encodable, request_id: str) -> None:
-        """Encode a block. Raises ServingError if the engine fails."""
-        reason = None
-        asked = {"prompt_token_ids": block.token_ids}
-        params = block.plan.to_dict(self._secret)
-        async for output in self._generate(asked, params, request_id, 1):
-            reason = output.outputs[0].finish_reason
-        if reason not in ("length", "stop"):
-            raise ServingError(
-                f"A block of {block.tokens} tokens was not encoded (request {request_id}, finish "
-                f"reason {reason!r}); see the server's log"
-            )
-
-    async def why_not_stored(self, request_id: str) -> str:
-        """Query the engine until it returns why an encoding request's block could not be stored."""
-        pause = _FIRST_ASKED_S
-        while True:
-            await asyncio.sleep(pause)
-            name = f"blockattn-unsaved-{uuid.uuid4().hex}"
-            async for output in self._generate(
-                {"prompt_token_ids": [0]}, {UNSAVED: request_id}, name, _REPORTED_TOKENS
-            ):
-                if why := (output.kv_transfer_params or {}).get(UNSAVED):
-                    return str(why)
-            pause = _ASKED_EVERY_S
-
-    def _generate(
-        self, asked: dict[str, Any], params: dict[str, Any], request_id: str, tokens: int
-    ) -> AsyncGenerator[Any, None]:
-        """Generate exactly ``tokens`` tokens, which are discarded."""
-        sampling = SamplingParams(
-            max_tokens=tokens,
-            min_tokens=0 if tokens == 1 else tokens,
-            temperature=0.0,
-            detokenize=False,
-            extra_args={"kv_transfer_params": params},
-        )
-        outputs: AsyncGenerator[Any, None]
-        outputs = self._engine_client.generate(asked, sampling, request_id)
-        return outputs

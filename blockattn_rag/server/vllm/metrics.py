@@ -14,7 +14,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
-from blockattn_rag.server.loader import LoaderStats
 from blockattn_rag.store.base import TierStats
 
 PLAIN = {
@@ -77,6 +76,15 @@ class Counters:
         with self._lock:
             self._counts[key] = self._counts.get(key, 0) + more
 
+    def count_tiers(
+        self, before: Sequence[TierStats], now: Sequence[TierStats], names: Sequence[str]
+    ) -> None:
+        """Add what the tiers of a store counted between two calls of ``tier_stats``."""
+        for name, old, new in zip(names, before, now, strict=True):
+            for figure in ("hits", "misses", "failures"):
+                if more := getattr(new, figure) - getattr(old, figure):
+                    self.count(f"tier_{figure}", more, name)
+
     def taken(self) -> ServingStats | None:
         """Return and reset the counts since the last call. None if there are none."""
         with self._lock:
@@ -84,63 +92,25 @@ class Counters:
         return ServingStats(counts) if counts else None
 
 
-_OF_LOADER = {
-    "loads": "loads",
-    "failures": "load_failures",
-    "misses": "load_misses",
-    "load_s": "load_seconds",
-    "blocks": "loaded_blocks",
-    "nbytes": "loaded_bytes",
-}
-_OF_TIER = ("hits", "misses", "failures")
-
-
-def count_loads(
-    counters: Counters, before: LoaderStats, now: LoaderStats, tiers: Sequence[str]
-) -> None:
-    """Add the difference between two ``LoaderStats`` to counters, using the names of ``tiers``."""
-    for name, counter in _OF_LOADER.items():
-        if more := getattr(now, name) - getattr(before, name):
-            counters.count(counter, more)
-    earlier = before.tiers or (TierStats(""),) * len(now.tiers)
-    for name, old, new in zip(tiers, earlier, now.tiers, strict=True):
-        for figure in _OF_TIER:
-            if more := getattr(new, figure) - getattr(old, figure):
-                counters.count(f"tier_{figure}", more, name)
-
-
 class ServingPromMetrics(KVConnectorPromMetrics):
     """Prometheus counters ``vllm:blockattn_..._total``."""
 
-    def __init__(
-        self,
-        vllm_config: Any,
-        metric_types: Any,
-        labelnames: list[str],
-        per_engine_labelvalues: dict[int, list[object]],
-    ) -> None:
-        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        self._plain = {
+    def __init__(self, config: Any, metric_types: Any, labels: list[str], labelvalues: Any) -> None:
+        super().__init__(config, metric_types, labels, labelvalues)
+        self._counters = {
             name: self._counter_cls(
-                name=f"vllm:blockattn_{name}", documentation=text, labelnames=labelnames
+                name=f"vllm:blockattn_{name}",
+                documentation=text,
+                labelnames=[*labels, "tier"] if name in BY_TIER else labels,
             )
-            for name, text in PLAIN.items()
-        }
-        self._by_tier = {
-            name: self._counter_cls(
-                name=f"vllm:blockattn_{name}", documentation=text, labelnames=[*labelnames, "tier"]
-            )
-            for name, text in BY_TIER.items()
+            for name, text in (PLAIN | BY_TIER).items()
         }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         labels = self.per_engine_labelvalues[engine_idx]
         for key, value in transfer_stats_data.items():
-            name, _, tier = key.partition("/")
-            if tier:
-                self._by_tier[name].labels(*labels, tier).inc(value)
-            else:
-                self._plain[name].labels(*labels).inc(value)
+            name, *tier = key.split("/")
+            self._counters[name].labels(*labels, *tier).inc(value)
 
 
 class Fetch(NamedTuple):
@@ -175,10 +145,8 @@ class WorkerReport(KVConnectorWorkerMetadata):
     unsaved: Mapping[str, str] = field(default_factory=dict)
     ended: Mapping[str, Ended] = field(default_factory=dict)
 
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
+    def aggregate(self, other: WorkerReport) -> WorkerReport:
         """Combine the reports of two ranks. The slowest load of a request counts."""
-        if not isinstance(other, WorkerReport):
-            raise TypeError(f"Expected a WorkerReport, found {type(other).__name__}")
         both = dict(self.fetches)
         for request_id, fetch in other.fetches.items():
             both[request_id] = max(both.get(request_id, fetch), fetch)

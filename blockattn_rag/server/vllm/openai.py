@@ -32,13 +32,7 @@ Recognizer = Callable[[Spans], Spans]
 
 
 class TokenPrompt(NamedTuple):
-    """Token ids of a prompt, and its split into blocks.
-
-    Args:
-        lengths: Number of tokens of each context block. Empty: full mode.
-        keep: Where each block may be kept.
-        fixed: See ``BlockPlan``.
-    """
+    """Token ids of a prompt, and its split as in ``BlockPlan``. In full mode, it is not split."""
 
     token_ids: list[int]
     lengths: tuple[int, ...] = ()
@@ -50,6 +44,7 @@ class Prompts:
     """Renderer of chats and completions with passages to token ids. Thread-safe."""
 
     def __init__(self, tokenizer: Any, promote: int = 0) -> None:
+        self.tokenizer = tokenizer
         self._promote = promote
         self._tokenizer = BlockTokenizer(tokenizer)
         self._variables = template_variables(tokenizer)
@@ -59,15 +54,10 @@ class Prompts:
         return self._tokenizer.fingerprint
 
     @property
-    def tokenizer(self) -> Any:
-        return self._tokenizer.tokenizer
-
-    @property
     def has_chat_template(self) -> bool:
-        return has_chat_template(self._tokenizer.tokenizer)
+        return has_chat_template(self.tokenizer)
 
     def passage_ids(self, texts: Sequence[str]) -> list[list[int]]:
-        """Tokenize passages as in prompts. Raises ProtocolError."""
         blocks = (Block(text.strip(), CHAT.template) for text in texts)
         return [self._tokenizer.block_ids(block, first=False) for block in blocks]
 
@@ -103,13 +93,17 @@ class Prompts:
                 f"{body.not_text}, but prompts with passages support only text; remove this part "
                 "or the passages"
             )
-        tokenizer = self._tokenizer.tokenizer
-        if not has_chat_template(tokenizer):
+        if not self.has_chat_template:
             raise ProtocolError("The model has no chat template; use completions")
         read = self._variables | {"add_generation_prompt", "continue_final_message"}
         variables = {name: value for name, value in variables.items() if name in read}
         try:
-            spans = _rendered(tokenizer, body.messages, tools, variables)
+            if not tools:
+                spans = prompt_spans(self.tokenizer, body.messages, None, **variables)
+            elif (template := tool_template(self.tokenizer)) is not None:
+                spans = template.spans(self.tokenizer, body.messages, tools, **variables)
+            else:
+                spans = chat_spans(self.tokenizer, body.messages, tools=tools, **variables)
         except Exception as error:  # Templates may raise any exception for unexpected messages.
             raise ProtocolError(f"The chat cannot be rendered: {error}") from error
         return BlockPrompt.from_spans(recognize(spans) if recognize else spans, CHAT.template)
@@ -118,16 +112,3 @@ class Prompts:
     def completion(body: CompletionBody, recognize: Recognizer | None = None) -> BlockPrompt:
         spans = body.spans
         return BlockPrompt.from_spans(recognize(spans) if recognize else spans, CHAT.template)
-
-
-def _rendered(
-    tokenizer: Any,
-    messages: Sequence[Mapping[str, Any]],
-    tools: Sequence[Mapping[str, Any]],
-    variables: Mapping[str, Any],
-) -> Spans:
-    if not tools:
-        return prompt_spans(tokenizer, messages, None, **variables)
-    if (template := tool_template(tokenizer)) is not None:
-        return template.spans(tokenizer, messages, tools, **variables)
-    return chat_spans(tokenizer, messages, tools=tools, **variables)

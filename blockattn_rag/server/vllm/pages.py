@@ -49,11 +49,17 @@ class KVGroup(NamedTuple):
         return slots[tokens.start % size :][: len(tokens)]
 
 
+def sizes_of(layer: Any) -> Sizes:
+    if (latent := getattr(layer, "kv_lora_rank", None)) is not None:
+        return 1, layer.head_size - latent, latent
+    return layer.num_kv_heads, layer.head_size, getattr(layer, "head_size_v", layer.head_size)
+
+
 class LayerPages:
     """Pages of one layer in the engine.
 
     Layouts differ between backends, so pages are written with the layer's own method. For reading,
-    the layout is measured once, by writing numbered elements to a page and locating them.
+    the layout is measured, by writing numbered elements to a page and locating them.
 
     Args:
         layer: vLLM's attention layer. Keys and values of a latent layer are its rotary key and its
@@ -66,15 +72,11 @@ class LayerPages:
     def __init__(self, layer: Any, group: KVGroup, *, interleaves_keys: bool = False) -> None:
         self._layer = layer
         self.group = group
+        self.sizes = sizes_of(layer)
         self._interleaves_keys = interleaves_keys
-        self._places: Tensor | None = None
-
-    @property
-    def sizes(self) -> Sizes:
-        layer = self._layer
-        if (latent := getattr(layer, "kv_lora_rank", None)) is not None:
-            return 1, layer.head_size - latent, latent
-        return layer.num_kv_heads, layer.head_size, getattr(layer, "head_size_v", layer.head_size)
+        self._places: Tensor
+        """Index into the flattened page for each element of keys ``[tokens, heads, size]``, then of
+        values, with the dimensions of keys in the order of ``write``. Set by ``measure``."""
 
     @property
     def device(self) -> torch.device:
@@ -105,38 +107,23 @@ class LayerPages:
         heads, key_size, value_size = self.sizes
         tokens = self.tokens_per_page
         pages = slots[::tokens] // tokens
-        found = self._layer.kv_cache[pages].flatten(1)[:, self._measured()]
+        found = self._layer.kv_cache[pages].flatten(1)[:, self._places]
         keys, values = found.tensor_split([tokens * heads * key_size], dim=1)
         return (
             keys.reshape(-1, heads, key_size)[: len(slots)].transpose(0, 1).contiguous(),
             values.reshape(-1, heads, value_size)[: len(slots)].transpose(0, 1).contiguous(),
         )
 
-    def _measured(self) -> Tensor:
-        """Index into the flattened page for each element of keys ``[tokens, heads, size]``, then of
-        values, with the dimensions of keys in the order of ``write``."""
-        if self._places is None:
-            self._places = _measure(self)
-        return self._places
-
-    def share_layout(self, others: Sequence[LayerPages]) -> None:
-        """Measure the layout, or copy it from a layer with the same layout."""
-        for other in others:
-            if other._places is not None and self._stores_as(other):
-                self._places = other._places
-                return
-        self._measured()
-
-    def _stores_as(self, other: LayerPages) -> bool:
-        mine, its = self._layer, other._layer
-        return (
-            self.sizes == other.sizes
-            and self._interleaves_keys == other._interleaves_keys
-            and type(mine.impl) is type(its.impl)
-            and mine.kv_cache.shape == its.kv_cache.shape
-            and mine.kv_cache.stride() == its.kv_cache.stride()
-            and mine.kv_cache.dtype == its.kv_cache.dtype
+    def measure(self, known: dict[tuple[Any, ...], Tensor]) -> None:
+        """Measure the layout for ``read``, unless a layer with the same layout is in ``known``."""
+        cache = self._layer.kv_cache
+        kind = (
+            *(cache.shape, cache.stride(), cache.dtype),
+            *(type(self._layer.impl), self.sizes, self._interleaves_keys),
         )
+        if kind not in known:
+            known[kind] = _measure(self)
+        self._places = known[kind]
 
 
 def _measure(pages: LayerPages) -> Tensor:

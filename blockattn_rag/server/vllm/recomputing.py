@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from blockattn_rag.attention.kernels import AttentionInputs
 from blockattn_rag.errors import ServingError
 from blockattn_rag.model.chosen_attention import ChosenAttention, MeasuredAttention
 from blockattn_rag.model.recompute import choose_tokens, measured_layers
+from blockattn_rag.server.plan import BlockPlan
 from blockattn_rag.server.vllm.pages import LayerPages
 
 States = tuple[Tensor, Tensor]
@@ -34,22 +36,14 @@ arguments are the layer index, and the keys and values of the tokens in the pass
 
 
 class Recomputer:
-    """Recomputes tokens in requests' pages.
-
-    Args:
-        layers: Attention layers of the model, in order.
-        pages: Pages of these layers.
-        engine: Configuration of the engine.
-    """
+    """Recomputes tokens in requests' pages. ``layers`` are all attention layers, in order."""
 
     def __init__(
         self, layers: Sequence[Any], pages: Sequence[LayerPages], engine: VllmConfig
     ) -> None:
         for index, layer in enumerate(layers):
-            if (
-                type(layer) is not Attention
-                or getattr(layer.impl, "alibi_slopes", None) is not None
-            ):
+            has_slopes = getattr(layer.impl, "alibi_slopes", None) is not None
+            if type(layer) is not Attention or has_slopes:
                 raise ServingError(
                     f"Tokens cannot be recomputed because layer {index} has an unsupported type of "
                     f"attention ({type(layer).__name__}); use a recipe with recompute=0, such as "
@@ -57,34 +51,24 @@ class Recomputer:
                 )
         self._layers, self._pages, self._engine = layers, pages, engine
         self._model = _model_of(layers[0])
-        self._windows: dict[int, int | None] = {
-            index: layer.sliding_window for index, layer in enumerate(layers)
-        }
+        self._windows = {index: layer.sliding_window for index, layer in enumerate(layers)}
         self._most_tokens = engine.scheduler_config.max_num_batched_tokens
 
     @torch.inference_mode()
     def recompute(
-        self,
-        token_ids: Sequence[int],
-        slots: Tensor,
-        lengths: Sequence[int],
-        may_change: Sequence[bool],
-        count: int,
+        self, token_ids: Sequence[int], slots: Tensor, plan: BlockPlan, count: int
     ) -> list[int]:
-        """Recompute tokens of a context.
+        """Recompute ``count`` tokens of a context.
 
         Args:
             token_ids: Token ids of the complete prompt.
             slots: Slots ``[tokens]`` of the context, which must not be shared with other requests.
-            lengths: Number of tokens of each context block.
-            may_change: Whether tokens of each block may be recomputed.
-            count: Number of tokens to recompute.
 
         Returns:
             Indices of the recomputed tokens, in ascending order. Identical on all ranks.
         """
         received = self._received(token_ids[len(slots) :], slots)
-        chosen = choose_tokens(received, lengths, may_change, count)
+        chosen = choose_tokens(received, plan.lengths, plan.may_change, count)
         self._compute(token_ids, slots, chosen)
         return chosen
 
@@ -134,7 +118,6 @@ class Recomputer:
     def _run(
         self, ids: Sequence[int], places: Tensor, attention: ChosenAttention, states: GetStates
     ) -> None:
-        """Run the model on tokens at positions ``places``."""
         with (
             _attending(self._layers, attention, states),
             set_forward_context(None, self._engine, num_tokens=len(ids), skip_compiled=True),
@@ -147,14 +130,14 @@ class Recomputer:
             )
 
 
+@dataclass
 class _Attention:
     """Replacement for a layer's attention backend (``AttentionImpl``)."""
 
-    def __init__(
-        self, index: int, backend: Any, attention: ChosenAttention, states: GetStates
-    ) -> None:
-        self._index, self._backend = index, backend
-        self._attention, self._states = attention, states
+    _index: int
+    _backend: Any
+    _attention: ChosenAttention
+    _states: GetStates
 
     def __getattr__(self, name: str) -> Any:
         """Delegate other attributes, such as ``do_kv_cache_update``, to the backend."""
@@ -191,7 +174,6 @@ class _Attention:
 def _attending(
     layers: Sequence[Any], attention: ChosenAttention, states: GetStates
 ) -> Iterator[None]:
-    """Replace the attention of all layers within the context."""
     backends = [layer.impl for layer in layers]
     try:
         for index, (layer, backend) in enumerate(zip(layers, backends, strict=True)):

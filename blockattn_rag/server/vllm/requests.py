@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from blockattn_rag.errors import ProtocolError
 from blockattn_rag.output.grammar import KINDS, MOST_CHARACTERS, choice_grammar
-from blockattn_rag.prompts.blocks import STORED, Keep
+from blockattn_rag.prompts.blocks import STORED
 from blockattn_rag.server.config import ServingConfig
 from blockattn_rag.server.keys import BlockId, block_keys, full_mode_salt
 from blockattn_rag.server.plan import BlockPlan
@@ -39,96 +38,31 @@ _UNSUPPORTED = {
 _MOST_REFERENCES = 1_000
 
 
-class Encodable(NamedTuple):
-    """Block with the prompt that encodes it: the sink, if any, and the block's tokens."""
-
-    block: BlockId
-    token_ids: list[int]
-    plan: BlockPlan
-
-    @property
-    def key(self) -> str:
-        return self.block.key
-
-    @property
-    def in_store(self) -> bool:
-        """Whether the block may be stored. If not, it is kept in the workers' memory."""
-        return self.block.keep.is_stored
-
-    @property
-    def name(self) -> tuple[str, bool]:
-        """Identity of the block: its key, and whether it may be stored."""
-        return self.key, self.in_store
-
-    @property
-    def tokens(self) -> int:
-        return len(self.block.ids)
-
-    def for_memory(self) -> Encodable:
-        keep = self.block.keep._replace(is_stored=False)
-        plan = replace(self.plan, keep=(keep,))
-        return Encodable(self.block._replace(keep=keep), self.token_ids, plan)
-
-
-def encodables(
-    blocks: Sequence[Sequence[int]],
-    namespace: str,
-    profile: ModelProfile,
-    read_namespaces: Sequence[str] = (),
-    *,
-    opens_prompt: bool,
-    keep: Sequence[Keep],
-) -> list[Encodable]:
-    """Create blocks from token ids.
+@dataclass(frozen=True, slots=True)
+class RequestReader:
+    """Converter of request bodies to blocks.
 
     Args:
-        opens_prompt: Whether the first block is the first of its prompt, which is encoded without
-            sink and adapter.
+        models: vLLM's registry of the served models.
+        backend: vLLM's backend of structured outputs.
     """
-    found = []
-    for place, ids in enumerate(blocks):
-        first = opens_prompt and place == 0
-        token_ids = [*(() if first else profile.sink_ids), *ids]
-        plan = BlockPlan("encode", (len(ids),), namespace, (keep[place],), opens_prompt=first)
-        (block,) = block_keys(token_ids, plan, profile, read_namespaces)
-        found.append(Encodable(block, token_ids, plan))
-    return found
 
-
-@dataclass(frozen=True, slots=True)
-class BlockRequest:
-    """Block-mode request: the plan of its prompt, and its context blocks."""
-
-    plan: BlockPlan
-    blocks: Sequence[Encodable]
-
-
-class RequestReader:
-    """Converter of request bodies to blocks."""
-
-    def __init__(
-        self,
-        config: ServingConfig,
-        profile: ModelProfile,
-        models: Any,
-        max_tokens: int,
-        backend: str,
-    ) -> None:
-        self._config = config
-        self._profile = profile
-        self._models = models
-        self._max_tokens = max_tokens
-        self._backend = backend
-        self._secret = config.tenant_secret
+    config: ServingConfig
+    profile: ModelProfile
+    models: Any
+    max_tokens: int
+    backend: str
 
     @property
     def model_names(self) -> tuple[str, ...]:
-        return tuple(model.name for model in self._models.base_model_paths)
+        return tuple(model.name for model in self.models.base_model_paths)
 
-    def passages(self, texts: Sequence[Sequence[int]], headers: Headers) -> list[Encodable]:
-        """Create the blocks of passages from their token ids. Raises ProtocolError."""
-        keep = [STORED] * len(texts)
-        return self._encodables(texts, self.namespace(headers), opens_prompt=False, keep=keep)
+    def passages(self, texts: Sequence[Sequence[int]], headers: Headers) -> list[BlockId]:
+        namespace, blocks = self.namespace(headers), list[BlockId]()
+        for ids in texts:
+            plan = BlockPlan("encode", (len(ids),), namespace, (STORED,))
+            blocks += self._blocks([*self.profile.sink_ids, *ids], plan)
+        return blocks
 
     def full_mode(self, request: Any, prompt: TokenPrompt | None, headers: Headers) -> None:
         """Prepare a full-mode request for vLLM's handlers."""
@@ -138,28 +72,29 @@ class RequestReader:
             if request.echo:
                 raise ProtocolError("echo is not supported with passages or tools; remove it")
             _set_tokens(request, prompt.token_ids, {})
-        if self._secret is not None:
+        if (secret := self.config.tenant_secret) is not None:
             namespace = self.namespace(headers)
-            request.cache_salt = full_mode_salt(self._secret, namespace, request.cache_salt)
+            request.cache_salt = full_mode_salt(secret, namespace, request.cache_salt)
 
-    def block_mode(self, request: Any, prompt: TokenPrompt, headers: Headers) -> BlockRequest:
-        """Prepare a block-mode request for vLLM's handlers."""
+    def block_mode(
+        self, request: Any, prompt: TokenPrompt, headers: Headers
+    ) -> tuple[BlockPlan, list[BlockId]]:
+        """Prepare a block-mode request for vLLM's handlers. Returns the plan of its prompt, and its
+        context blocks."""
         self._prepare_grammar(request)
         self._check(request, len(prompt.token_ids))
         namespace = self.namespace(headers)
         plan = BlockPlan("complete", prompt.lengths, namespace, prompt.keep, fixed=prompt.fixed)
-        tokens = iter(prompt.token_ids)
-        ids = [tuple(islice(tokens, length)) for length in plan.lengths]
-        blocks = self._encodables(ids, namespace, opens_prompt=True, keep=plan.keep)
-        _set_tokens(request, prompt.token_ids, plan.to_dict(self._secret))
-        return BlockRequest(plan, blocks)
+        blocks = self._blocks(prompt.token_ids, plan)
+        _set_tokens(request, prompt.token_ids, plan.to_dict(self.config.tenant_secret))
+        return plan, blocks
 
     def namespace(self, headers: Headers) -> str:
         """Return a request's namespace: the tenant set by the gateway, or the server's default."""
         tenants = headers.getlist(TENANT_HEADER)
         if not tenants:
-            return self._config.namespace
-        if self._secret is None:
+            return self.config.namespace
+        if self.config.tenant_secret is None:
             raise ProtocolError(
                 f"The request has the header {TENANT_HEADER}, but this server has no tenants; set "
                 "tenant_secret_env in the connector's options"
@@ -172,29 +107,15 @@ class RequestReader:
             )
         return parse(Namespace, tenants[0], TENANT_HEADER)
 
-    def _encodables(
-        self,
-        blocks: Sequence[Sequence[int]],
-        namespace: str,
-        *,
-        opens_prompt: bool,
-        keep: Sequence[Keep],
-    ) -> list[Encodable]:
-        found = encodables(
-            blocks,
-            namespace,
-            self._profile,
-            self._config.read_namespaces,
-            opens_prompt=opens_prompt,
-            keep=keep,
-        )
-        longest = max((len(candidate.token_ids) for candidate in found), default=0)
-        if longest >= self._max_tokens:
+    def _blocks(self, token_ids: Sequence[int], plan: BlockPlan) -> list[BlockId]:
+        blocks = block_keys(token_ids, plan, self.profile, self.config.read_namespaces)
+        longest = max((len(block.to_encode(self.profile)[0]) for block in blocks), default=0)
+        if longest >= self.max_tokens:
             raise ProtocolError(
                 f"A block has {longest} tokens including the sink, expected fewer than the "
-                f"server's max_model_len, {self._max_tokens}"
+                f"server's max_model_len, {self.max_tokens}"
             )
-        return found
+        return blocks
 
     def _prepare_grammar(self, request: Any) -> None:
         """Check the size of a request's grammar, and rewrite ``choice`` for the guidance backend.
@@ -219,12 +140,12 @@ class RequestReader:
                     f"{_MOST_REFERENCES:,}. Inline short definitions, or split the request into "
                     "several steps"
                 )
-        is_guidance = self._backend == "guidance"
+        is_guidance = self.backend == "guidance"
         if grammar is not None and _DIALECT in (grammar.grammar or "") and not is_guidance:
             # The "auto" backend accepts it, but then fails in the engine.
             raise ProtocolError(
                 "A grammar in the llguidance dialect, such as for a required tool call, requires "
-                f"vLLM's guidance backend, found {self._backend}; start the server with "
+                f"vLLM's guidance backend, found {self.backend}; start the server with "
                 """--structured-outputs-config '{"backend": "guidance"}'"""
             )
         if grammar is not None and grammar.choice and is_guidance:
@@ -237,13 +158,13 @@ class RequestReader:
             value = getattr(request, name, None)
             if value is not None and value is not False:
                 raise ProtocolError(f"{name} is not supported in block mode: {why}; remove it")
-        if num_prompt_tokens >= self._max_tokens:
+        if num_prompt_tokens >= self.max_tokens:
             raise ProtocolError(
                 f"The prompt has {num_prompt_tokens} tokens, expected at most "
-                f"{self._max_tokens - 1}: the server's max_model_len is {self._max_tokens}"
+                f"{self.max_tokens - 1}: the server's max_model_len is {self.max_tokens}"
             )
         model = request.model
-        if model in self._models.lora_requests:
+        if model in self.models.lora_requests:
             raise ProtocolError(
                 f"The requested model {model!r} is a LoRA adapter. Block mode does not support "
                 "LoRA adapters, because they are not trained on blocks encoded by the base model"
@@ -255,7 +176,6 @@ class RequestReader:
 
 
 def _set_tokens(request: Any, token_ids: list[int], params: dict[str, Any]) -> None:
-    """Set a prompt's token ids and additional ``kv_transfer_params`` in vLLM's request."""
     if hasattr(request, "messages"):
         request.kv_transfer_params = {"prompt_token_ids": token_ids, **params}
     else:

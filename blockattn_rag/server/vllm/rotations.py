@@ -1,10 +1,7 @@
 """Startup check that vLLM rotates keys with the profile's layouts.
 
-vLLM's attention layers have no reference to the module that rotates their keys. vLLM creates these
-modules with ``get_rope``, one per layout, and stores them in ``_ROPE_DICT``. The check runs them on
-random keys at two positions.
-
-The check detects a layout that vLLM does not have, for example one with another base or scaling. It
+vLLM's attention layers have no reference to the module that rotates their keys. vLLM stores these
+modules, one per layout, in ``_ROPE_DICT``. The check runs them on random keys at two positions. It
 cannot detect swapped layouts, because vLLM does not record which layer uses which.
 
 The keys of latent attention are views of a wider tensor, with a dimension for their single head.
@@ -15,6 +12,7 @@ these keys in the same layout as the layer does.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -29,8 +27,7 @@ from blockattn_rag.server.profile import LayerProfile, ModelProfile
 
 _OFFSETS = (13, 1009)
 _TOKENS = 4
-_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
-_TOLERANCE_OF_16_BITS = 3e-2
+_TOLERANCE, _TOLERANCE_OF_16_BITS = 1e-3, 3e-2
 """Exceeds rounding errors of keys, cosine and sine. Wrong frequencies cause errors near 1."""
 
 
@@ -40,27 +37,22 @@ def check_rotations(profile: ModelProfile, layers: Iterable[int]) -> set[int]:
     Returns:
         Latent layers whose keys use the half-split (NeoX-style) layout in transformers and the
         interleaved (GPT-J-style) layout in vLLM.
-
-    Raises:
-        ServingError: No rotary embedding in vLLM matches a layer's key size and rotary layout.
     """
-    checked: dict[tuple[int, int], bool] = {}
+    checked: dict[tuple[int, RotaryLayout], bool] = {}
     interleaved = set()
     for index in layers:
-        layer, layout = profile.layers[index], profile.layouts[index]
-        if not layout.rotates:
-            continue
-        kind = layer.key_size, layer.rotary
+        layer = profile.layers[index]
+        kind = layer.key_size, layer.layout
         if kind not in checked:
-            checked[kind] = _is_interleaved(profile, index)
+            checked[kind] = layer.layout.rotates and _is_interleaved(layer, profile)
         if checked[kind]:
             interleaved.add(index)
     return interleaved
 
 
-def _is_interleaved(profile: ModelProfile, index: int) -> bool:
+def _is_interleaved(layer: LayerProfile, profile: ModelProfile) -> bool:
     """Whether vLLM, unlike the profile, interleaves the pairs of a latent layer's keys."""
-    layer, layout = profile.layers[index], profile.layouts[index]
+    layout = layer.layout
     layouts = [layout]
     if layer.is_latent and layout.pairing == "half" and layout.rotary_dim == layer.key_size:
         layouts.append(replace(layout, pairing="interleaved"))
@@ -75,6 +67,7 @@ def _is_interleaved(profile: ModelProfile, index: int) -> bool:
         for rope in _ROPE_DICT.values()
         if getattr(rope, "head_size", layer.key_size) == layer.key_size
     ]
+    tolerance = _TOLERANCE if profile.dtype.itemsize > 2 else _TOLERANCE_OF_16_BITS
     others, flat_only = [], []
     for rope in ropes:
         try:
@@ -82,9 +75,9 @@ def _is_interleaved(profile: ModelProfile, index: int) -> bool:
         except (AttributeError, TypeError, StopIteration) as cause:  # The signature differs.
             others.append(f"{_shown(rope)}, which cannot be run ({cause!r})")
             continue
-        if min(errors) <= _tolerance(profile.torch_dtype):
+        if min(errors) <= tolerance:
             return errors.index(min(errors)) > 0
-        if layer.is_latent and _rotates_flat_keys(rope, layouts, layer, profile):
+        if layer.is_latent and _error_of_flat_keys(rope, layouts, layer, profile) <= tolerance:
             flat_only.append(_shown(rope))
         others.append(f"{_shown(rope)}, which differs by {errors[0]:.2g}")
     if flat_only:
@@ -102,26 +95,21 @@ def _is_interleaved(profile: ModelProfile, index: int) -> bool:
     )
 
 
-def _tolerance(dtype: torch.dtype) -> float:
-    return _TOLERANCE.get(dtype, _TOLERANCE_OF_16_BITS)
-
-
-def _rotates_flat_keys(
+def _error_of_flat_keys(
     rope: Any, layouts: Sequence[RotaryLayout], layer: LayerProfile, profile: ModelProfile
-) -> bool:
-    """Whether a latent layer's module matches the profile if keys are not views."""
+) -> float:
+    """Return the error of a latent layer's module if keys are not views."""
     flat = replace(layer, is_latent=False)
     try:
-        errors = [_error(rope, layout, flat, profile) for layout in layouts]
+        return min(_error(rope, layout, flat, profile) for layout in layouts)
     except RuntimeError:  # The module requires a head dimension.
-        return False
-    return min(errors) <= _tolerance(profile.torch_dtype)
+        return math.inf
 
 
 def _error(rope: Any, layout: RotaryLayout, layer: LayerProfile, profile: ModelProfile) -> float:
     """Return the largest difference between keys rotated by ``layout`` and by vLLM."""
     generator = torch.Generator().manual_seed(0)
-    keys = torch.randn(_TOKENS, layer.key_size, generator=generator).to(profile.torch_dtype)
+    keys = torch.randn(_TOKENS, layer.key_size, generator=generator).to(profile.dtype)
     limit = profile.max_positions - 1
     offsets = {min(offset, limit) for offset in _OFFSETS}
     at_zero, *rotated = [
@@ -139,20 +127,15 @@ def _rotated(rope: Any, keys: Tensor, position: int, *, is_latent: bool) -> Tens
     device = next(rope.buffers()).device
     positions = torch.full((len(keys),), position, dtype=torch.int64, device=device)
     # Copy, because vLLM's kernels modify their arguments.
-    copy = _as_latent if is_latent else _as_flat
-    _, rotated = rope(positions, copy(keys, device), copy(keys, device))
+    query, copy = (keys.to(device, copy=True) for _ in range(2))
+    if is_latent:  # ``[tokens, 1, head_size]``, as views of the wider projection.
+        # The order of these calls determines the stride of the head dimension.
+        query, copy = (
+            torch.cat([torch.zeros_like(one), one], dim=-1)[:, one.shape[-1] :].unsqueeze(1)
+            for one in (query, copy)
+        )
+    _, rotated = rope(positions, query, copy)
     return torch.as_tensor(rotated).reshape(keys.shape).cpu()
-
-
-def _as_flat(keys: Tensor, device: torch.device) -> Tensor:
-    return keys.to(device, copy=True)
-
-
-def _as_latent(keys: Tensor, device: torch.device) -> Tensor:
-    """Copy keys to ``[tokens, 1, head_size]``, as a view of the wider projection."""
-    joined = torch.cat([torch.zeros_like(keys), keys], dim=-1).to(device)
-    # The order of these calls determines the stride of the head dimension.
-    return joined[:, keys.shape[-1] :].unsqueeze(1)
 
 
 def _shown(rope: Any) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from dataclasses import replace
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, HTTPException, Request
@@ -74,12 +75,12 @@ async def info(raw_request: Request) -> Response:
 @router.post(ENCODE, dependencies=_JSON)
 @with_cancellation
 async def encode(fields: _JsonBody, raw_request: Request) -> Response:
-    try:
+    async def encoded() -> Response:
         body = await asyncio.to_thread(EncodeBody.from_dict, fields)
         answer = await _service(raw_request).encode(body, raw_request.headers)
-    except BlockAttnError as error:
-        return counted(raw_request, _refusal(error))
-    return counted(raw_request, JSONResponse(answer.to_dict()))
+        return JSONResponse(answer.to_dict())
+
+    return await _counted(raw_request, encoded())
 
 
 @router.get(f"{OPENAI}/models")
@@ -93,7 +94,8 @@ async def openai_models(raw_request: Request) -> Response:
 @load_aware_call
 async def chat_completions(fields: _JsonBody, raw_request: Request) -> Response:
     """Like ``/v1/chat/completions``, in block mode if the body contains passages."""
-    return await _response(fields, _read_chat, _service(raw_request).chat, raw_request)
+    response = _response(fields, _read_chat, _service(raw_request).chat, raw_request)
+    return await _counted(raw_request, response)
 
 
 @router.post(f"{OPENAI}/completions", dependencies=_JSON)
@@ -101,16 +103,16 @@ async def chat_completions(fields: _JsonBody, raw_request: Request) -> Response:
 @load_aware_call
 async def completions(fields: _JsonBody, raw_request: Request) -> Response:
     """Like ``/v1/completions``, in block mode if the body contains passages."""
-    return await _response(fields, _read_completion, _service(raw_request).complete, raw_request)
+    response = _response(fields, _read_completion, _service(raw_request).complete, raw_request)
+    return await _counted(raw_request, response)
 
 
 def _read_chat(fields: Any) -> tuple[ChatBody, ChatCompletionRequest]:
-    """Parse the body of a chat, for this package and for vLLM. Raises ProtocolError."""
     body = ChatBody.from_dict(fields)
     request: ChatCompletionRequest = _vllm_request(ChatCompletionRequest, body.fields)
     # vLLM ignores the token ids of chats with media.
     if body.not_text is None and has_non_text_content(body.fields["messages"]):
-        body = body._replace(not_text="a content part has a media field, such as image_url")
+        body = replace(body, not_text="a content part has a media field, such as image_url")
     return body, request
 
 
@@ -133,21 +135,26 @@ async def _response(
     serve: Callable[[Any, Any, Request], Awaitable[Answer]],
     raw_request: Request,
 ) -> Response:
-    """Return vLLM's answer in the same format as vLLM's routes."""
-    try:
-        body, request = await asyncio.to_thread(read, fields)
-        answer = await serve(body, request, raw_request)
-    except BlockAttnError as error:
-        return counted(raw_request, _refusal(error))
+    body, request = await asyncio.to_thread(read, fields)
+    answer = await serve(body, request, raw_request)
     if isinstance(answer, ErrorResponse):
-        status = answer.error.code
-        return counted(raw_request, JSONResponse(answer.model_dump(), status_code=status))
+        return JSONResponse(answer.model_dump(), status_code=answer.error.code)
     if isinstance(answer, AsyncGenerator):
         args = getattr(raw_request.app.state, "args", None)
         interval = float(getattr(args, "sse_keep_alive_interval", 0))
         events = with_sse_keep_alive(answer, interval)
-        return counted(raw_request, StreamingResponse(events, media_type="text/event-stream"))
-    return counted(raw_request, JSONResponse(answer))
+        return StreamingResponse(events, media_type="text/event-stream")
+    return JSONResponse(answer)
+
+
+async def _counted(raw_request: Request, answer: Awaitable[Response]) -> Response:
+    """Count a response, or the response to an error."""
+    try:
+        response = await answer
+    except BlockAttnError as error:
+        response = _refusal(error)
+    REQUESTS.labels(raw_request.url.path, str(response.status_code)).inc()
+    return response
 
 
 def _refusal(error: BlockAttnError) -> Response:
@@ -162,8 +169,3 @@ def _refusal(error: BlockAttnError) -> Response:
     # OpenAI's clients would otherwise retry status 409.
     headers = {"x-should-retry": "false"} if status < 500 else None
     return JSONResponse({"error": body}, status_code=status, headers=headers)
-
-
-def counted(raw_request: Request, response: Response) -> Response:
-    REQUESTS.labels(raw_request.url.path, str(response.status_code)).inc()
-    return response

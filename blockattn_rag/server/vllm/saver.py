@@ -1,7 +1,4 @@
-"""Saving of encoded blocks, after applying the recipe's adapter.
-
-Blocks are gathered from all ranks and stored. Private blocks, which must not be stored, stay in the
-memory of each rank."""
+"""Saving of encoded blocks, after applying the recipe's adapter."""
 
 from __future__ import annotations
 
@@ -73,19 +70,17 @@ class BlockSaver:
         self._writes = WriteQueue(QUEUE_BYTES)
         self._counters = counters
         self._adapter = adapter and share.cut_adapter(adapter)
-        self._layouts = [profile.layouts[layer] for layer in share.layers]
+        self._layouts = [profile.layers[layer].layout for layer in share.layers]
         self._parts: dict[str, list[States]] = {}
         self._unsaved: dict[str, str] = {}
         self._lock = threading.Lock()
 
     def copy(self, copy: Copy) -> None:
-        """Copy the keys and values that a step computed from their pages."""
         if copy.tokens.start == 0:  # Also handles preemption.
             self._parts[copy.request_id] = []
         self._parts[copy.request_id].append([self._read(pages, copy) for pages in self._pages])
 
     def forget(self, request_ids: Iterable[str]) -> None:
-        """Delete the copies of finished requests."""
         for request_id in request_ids:
             self._parts.pop(request_id, None)
 
@@ -106,15 +101,11 @@ class BlockSaver:
         kv = replace(own, keys=keys, values=values).copy_to(torch.device("cpu"))
         if not self._writes.add(kv.key, kv, partial(self._store, save.request_id)):
             why = "blocks are being encoded faster than they are stored"
-            self._count_failure(save.request_id, why)
-            self._note_unsaved(save.request_id, why)
+            self._note_failure(save.request_id, why, why)
 
     def unsaved(self) -> Mapping[str, str]:
         """Return why blocks could not be stored since the last call, by name of the encoding
-        request.
-
-        Clients receive the reasons, so these contain neither the store's location nor keys.
-        """
+        request."""
         with self._lock:
             unsaved, self._unsaved = self._unsaved, {}
         return unsaved
@@ -131,12 +122,11 @@ class BlockSaver:
         return keys[:, beyond:], values[:, beyond:]
 
     def _block(self, block: BlockId, states: States) -> BlockKV:
-        keys = [
-            shift_positions(one[:, block.start :], -block.start, layout)
-            for (one, _), layout in zip(states, self._layouts, strict=True)
-        ]
         return BlockKV(
-            keys=tuple(keys),
+            keys=tuple(
+                shift_positions(keys[:, block.start :], -block.start, layout)
+                for (keys, _), layout in zip(states, self._layouts, strict=True)
+            ),
             values=tuple(values[:, block.start :] for _, values in states),
             token_ids=torch.tensor(block.ids, dtype=torch.int64),
             fingerprint=self._profile.fingerprint,
@@ -149,10 +139,9 @@ class BlockSaver:
         """Keep a share in memory, for loads of this and later steps."""
         try:
             check_finite(kv, "to memory")
-            kept = kv.quantized() if self._quantizes else kv
-            self._kept.put(kv.key, kept)
+            self._kept.put(kv.key, kv.quantized() if self._quantizes else kv)
         except (StoreError, ValueError) as error:
-            self._count_failure(request_id, str(error))
+            self._note_failure(request_id, error)
             return
         self._counters.count("kept_blocks")
 
@@ -161,26 +150,24 @@ class BlockSaver:
             stored = kv.quantized() if self._quantizes else kv
             self._home.put(key, stored)
         except (StoreError, ValueError) as error:
-            self._count_failure(request_id, str(error))
             cause = error.__cause__
             reason = cause.strerror if isinstance(cause, OSError) else None
-            self._note_unsaved(request_id, reason or "see the server's log")
+            self._note_failure(request_id, error, reason or "see the server's log")
             return
         self._counters.count("saved_blocks")
         self._counters.count("saved_bytes", stored.nbytes)
 
-    def _count_failure(self, request_id: str, why: str) -> None:
+    def _note_failure(self, request_id: str, why: object, reason: str = "") -> None:
+        """Count and log a failure. ``reason`` is for clients, and contains neither the store's
+        location nor keys."""
         self._counters.count("save_failures")
         logger.warning("The block of request %s was not saved: %s", request_id, why)
-
-    def _note_unsaved(self, request_id: str, why: str) -> None:
-        with self._lock:
-            self._unsaved[encode_name(request_id)] = why
+        if reason:
+            with self._lock:
+                self._unsaved[encode_name(request_id)] = reason
 
     def _gathered(self, states: States) -> States | None:
-        """Gather the keys and values of all heads, by layer. Returns None on all ranks but the
-        first.
-        """
+        """Gather the keys and values of all heads, by layer. None on all ranks but the first."""
         group = get_tp_group()
         if group.world_size == 1:
             return states
@@ -196,9 +183,9 @@ class BlockSaver:
         whole = []
         for place, shape in enumerate(shapes):
             # If there are more ranks than heads, several ranks have the same head.
+            pairs = zip(shares, parts, strict=True)
             by_heads = {
-                share.heads[place // 2].start: part[place].view(shape)
-                for share, part in zip(shares, parts, strict=True)
+                share.heads[place // 2].start: part[place].view(shape) for share, part in pairs
             }
             whole.append(torch.cat([by_heads[start] for start in sorted(by_heads)]))
         return list(zip(whole[::2], whole[1::2], strict=True))

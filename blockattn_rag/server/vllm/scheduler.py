@@ -18,10 +18,9 @@ from vllm.v1.request import RequestStatus
 from blockattn_rag.errors import ProtocolError
 from blockattn_rag.server.config import ServingConfig
 from blockattn_rag.server.keys import block_keys, is_salt, salt
-from blockattn_rag.server.plan import BlockPlan, parse_plan
+from blockattn_rag.server.plan import BlockPlan, ServedBlocks, parse_plan
 from blockattn_rag.server.profile import ModelProfile
 from blockattn_rag.server.protocol import FIELD
-from blockattn_rag.server.served_blocks import ServedBlocks
 from blockattn_rag.server.vllm.metrics import Counters, Ended, WorkerReport
 from blockattn_rag.server.vllm.pages import PageTables
 
@@ -69,7 +68,6 @@ class Load:
 
     Args:
         token_ids: Token ids of the complete prompt.
-        pages: Page tables of the request.
         computed: Number of context tokens that are already in pages, which other requests may
             share.
     """
@@ -86,10 +84,6 @@ class Copy:
     """Order to copy the tokens that an encoding request computes in a step from their pages.
 
     Copies are made after each step, because pages are reused once their tokens leave the window.
-
-    Args:
-        pages: Page tables of the request.
-        tokens: Indices of the tokens in the prompt.
     """
 
     request_id: str
@@ -129,12 +123,14 @@ class _Request:
     """State of a block-mode request.
 
     Args:
-        unshared: The request, if it must not share pages because tokens are recomputed.
+        plan: None if the request is refused.
+        recomputes: Whether tokens are recomputed, so that the request must not share pages.
     """
 
+    request: Request
     plan: BlockPlan | None
     served: ServedBlocks
-    unshared: Request | None = None
+    recomputes: bool = False
 
 
 class SchedulerSide:
@@ -147,7 +143,6 @@ class SchedulerSide:
         self._ended: dict[str, Ended] = {}
         self._secret = config.tenant_secret
         self._requests: dict[str, _Request] = {}
-        self._encoding: dict[str, Request] = {}
         self._orders = Orders()
         self._unsaved: OrderedDict[str, str] = OrderedDict()
         self.stats = Counters()
@@ -180,33 +175,24 @@ class SchedulerSide:
             self._refuse(request, str(error))
             return
         all_local = ServedBlocks(len(plan.lengths), 0, plan.context_tokens)  # until `allocated`
-        if plan.op == "complete" and self._profile.recomputed_tokens(plan):
-            self._requests[request.request_id] = _Request(plan, all_local, request)
-            self._separate(request, plan)
-            return
-        self._requests[request.request_id] = _Request(plan, all_local)
+        recomputes = plan.op == "complete" and self._profile.recomputed_tokens(plan) > 0
+        self._requests[request.request_id] = _Request(request, plan, all_local, recomputes)
         if plan.op == "encode":
             # All tokens must be computed, because the cache may not have the tokens outside a
             # window.
             request.skip_reading_prefix_cache = True
-            self._encoding[request.request_id] = request
-        _set_salt(request, salt(plan, self._profile, request.cache_salt))
-
-    def _separate(self, request: Request, plan: BlockPlan) -> None:
-        """Exclude a request from the prefix cache, because its pages will contain tokens recomputed
-        for its question."""
-        _set_salt(request, salt(plan, self._profile, secrets.token_hex()))
+        own = secrets.token_hex() if recomputes else request.cache_salt
+        _set_salt(request, salt(plan, self._profile, own))
 
     def _refuse(self, request: Request, why: str) -> None:
         logger.warning("Request %s was refused: %s", request.request_id, why)
-        self._requests[request.request_id] = _Request(None, ServedBlocks(0, 0, 0))
+        self._requests[request.request_id] = _Request(request, None, ServedBlocks(0, 0, 0))
         self.stats.count("refused")
         _set_salt(request, f"ba1-refused-{request.request_id}")
         request.skip_reading_prefix_cache = False  # Otherwise, vLLM would not call `promised`.
 
     def promised(self, request: Request, computed: int) -> tuple[int, bool]:
-        """Return the number of tokens to load after ``computed``, and whether this is
-        asynchronous."""
+        """Number of tokens to load after ``computed``, and whether this is asynchronous."""
         known = self._requests.get(request.request_id)
         if known is None:
             return 0, False
@@ -232,17 +218,20 @@ class SchedulerSide:
         self._orders.loads.append(Load(request.request_id, known.plan, token_ids, tables, computed))
 
     def orders(self, step: SchedulerOutput) -> Orders:
-        """Create the workers' orders for this step."""
         orders, self._orders = self._orders, Orders()
         orders.is_idle = step.total_num_scheduled_tokens == 0
         for request_id in step.preempted_req_ids or ():
             known = self._requests.get(request_id)
-            if known is not None and known.plan is not None and known.unshared is not None:
-                self._separate(known.unshared, known.plan)
-        for request_id, request in self._encoding.items():
-            start = request.num_computed_tokens
+            if known is not None and known.plan is not None and known.recomputes:
+                # It must not find its own pages, which may contain recomputed tokens.
+                own = secrets.token_hex()
+                _set_salt(known.request, salt(known.plan, self._profile, own))
+        for request_id, known in self._requests.items():
+            if known.plan is None or known.plan.op != "encode":
+                continue
+            start = known.request.num_computed_tokens
             end = start + step.num_scheduled_tokens.get(request_id, 0)
-            tokens = range(start, min(end, request.num_prompt_tokens))
+            tokens = range(start, min(end, known.request.num_prompt_tokens))
             if tokens and (state := step.kv_connector_block_state) is not None:
                 tables = state.resolve_block_ids(request_id)
                 orders.copies.append(Copy(request_id, tables, tokens))
@@ -275,7 +264,6 @@ class SchedulerSide:
     def finished(self, request: Request) -> dict[str, Any] | None:
         """Process the end of a request. Returns the answer's ``kv_transfer_params``."""
         known = self._requests.pop(request.request_id, None)
-        self._encoding.pop(request.request_id, None)
         name = (request.kv_transfer_params or {}).get(UNSAVED)
         if known is None and isinstance(name, str):
             return {UNSAVED: self._unsaved.pop(name, None)}
@@ -304,20 +292,16 @@ class SchedulerSide:
             reason = "it is not a single prompt with a single answer"
         elif request.lora_request:
             reason = "blocks are encoded and read without any LoRA adapter"
+        elif plan.op == "encode" and plan.keep[0].is_stored:
+            reason = "the server is read_only" if self._config.read_only else None
         elif plan.op == "encode":
-            reason = self._why_not_kept(plan)
+            has_room = plan.context_tokens <= self._config.private_tokens(self._profile)
+            reason = None if has_room else "the block does not fit in private_memory"
         if reason is not None:
             raise ProtocolError(f"Block mode is not possible for op={plan.op!r}: {reason}")
         if plan.op == "encode":
             # Check the tokens before the block.
             block_keys(token_ids or (), plan, self._profile)
-
-    def _why_not_kept(self, plan: BlockPlan) -> str | None:
-        """Return why this server cannot keep an encoded block, or None if it can."""
-        if plan.keep[0].is_stored:
-            return "the server is read_only" if self._config.read_only else None
-        has_room = plan.context_tokens <= self._config.private_tokens(self._profile)
-        return None if has_room else "the block does not fit in private_memory"
 
 
 def _set_salt(request: Request, cache_salt: str | None) -> None:

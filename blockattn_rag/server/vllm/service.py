@@ -4,31 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import logging
+import threading
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.exceptions import RetryableRequestError
 from vllm.sampling_params import StructuredOutputsParams
 
-from blockattn_rag.engine.results import Mode
 from blockattn_rag.errors import MissError, SegmentationError, ServingError, StoreError
 from blockattn_rag.model.loading import load_tokenizer
 from blockattn_rag.prompts.blocks import BlockPrompt
-from blockattn_rag.prompts.recognition import entries_of, marked_sources
+from blockattn_rag.prompts.recognition import Entries, entries_of, joined, marked_sources
 from blockattn_rag.server.config import CONNECTOR, ServingConfig
 from blockattn_rag.server.profile import ModelProfile
 from blockattn_rag.server.protocol import EncodeAnswer, EncodeBody, ServerInfo, marker_key_id
+from blockattn_rag.server.vllm.answers import ChatReport, ServedTools, Ticket
 from blockattn_rag.server.vllm.bodies import ChatBody, CompletionBody
-from blockattn_rag.server.vllm.chat_report import ChatReport
 from blockattn_rag.server.vllm.ensure import BlockEnsurer
-from blockattn_rag.server.vllm.indexing import IndexWriter
 from blockattn_rag.server.vllm.metrics import INDEX_FAILURES
 from blockattn_rag.server.vllm.openai import Prompts, Recognizer, TokenPrompt
-from blockattn_rag.server.vllm.requests import Encodable, RequestReader
-from blockattn_rag.server.vllm.retrying import CURRENT, RetryingClient, Ticket, with_marker
-from blockattn_rag.server.vllm.tool_calls import ServedTools
+from blockattn_rag.server.vllm.requests import RequestReader
+from blockattn_rag.server.vllm.retrying import CURRENT, RetryingClient
 from blockattn_rag.store import open_store
 from blockattn_rag.store.namespaces import Access
 from blockattn_rag.store.passage_index import PassageIndex
@@ -39,14 +38,28 @@ if TYPE_CHECKING:
 Answer: TypeAlias = AsyncGenerator[str, None] | dict[str, Any] | ErrorResponse
 """Event stream, complete answer, or vLLM's error."""
 
-MakePrompt = Callable[[Recognizer | None], BlockPrompt]
-"""Function that builds a prompt, using the recognizer if there is one."""
+logger = logging.getLogger("blockattn_rag")
 
-Create = Callable[[Any, Any], Awaitable[Any]]
-"""Method of a vLLM handler that answers a body and its HTTP request."""
+_MOST_UNWRITTEN = 1 << 16  # Entries per namespace, 36 bytes each.
 
 _UNRECOGNIZED = (MissError, SegmentationError, ServingError, StoreError, RetryableRequestError)
 """Errors after which a prompt is answered without recognition of passages."""
+
+
+class _Call(NamedTuple):
+    """Request of a client, for this package (``body``) and for vLLM.
+
+    Args:
+        make_prompt: Function that builds the prompt, using the recognizer if there is one.
+        create: Method of a vLLM handler that answers ``request`` and its HTTP request.
+    """
+
+    body: ChatBody | CompletionBody
+    make_prompt: Callable[[Recognizer | None], BlockPrompt]
+    create: Callable[[Any, Any], Awaitable[Any]]
+    request: Any
+    raw_request: Any
+    tools: ServedTools | None = None
 
 
 class Service:
@@ -105,15 +118,14 @@ class Service:
         return cls(engine_client, state, config, profile)
 
     def info(self, headers: Headers) -> ServerInfo:
-        """Return the server information for a tenant."""
         profile, config = self._profile, self._config
         return ServerInfo(
             fingerprint=profile.fingerprint,
             tokenizer=profile.tokenizer,
-            sink=profile.sink,
-            adapter=profile.adapter,
-            promote=profile.promote,
-            recompute=profile.recompute,
+            sink=profile.recipe.sink,
+            adapter=profile.recipe.adapter,
+            promote=profile.recipe.promote,
+            recompute=profile.recipe.recompute,
             block_tuned=profile.block_tuned,
             models=self._requests.model_names,
             max_tokens=self.max_tokens,
@@ -124,13 +136,12 @@ class Service:
         )
 
     async def encode(self, body: EncodeBody, headers: Headers) -> EncodeAnswer:
-        """Store passages, or look them up."""
         ids = await asyncio.to_thread(lambda: self._prompts.passage_ids(body.texts))
         blocks = self._requests.passages(ids, headers)
         if body.only_look:
             is_stored = await self._ensurer.found(blocks)
             return EncodeAnswer(tuple("found" if stored else "missing" for stored in is_stored))
-        encoded = await self._ensure(blocks, must_store=True)
+        encoded = await self._ensurer.ensure(blocks, must_store=True)
         self._index(body.texts, headers)
         return EncodeAnswer(
             tuple("encoded" if block.key in encoded else "found" for block in blocks),
@@ -158,88 +169,68 @@ class Service:
                 request.structured_outputs = StructuredOutputsParams(**grammar)
         handler = self._chats if tools is None else self._unparsed_chats
         create = handler.create_chat_completion
-        return await self._answer(body, make_prompt, create, request, raw_request, tools)
+        return await self._answer(_Call(body, make_prompt, create, request, raw_request, tools))
 
     async def complete(self, body: CompletionBody, request: Any, raw_request: Any) -> Answer:
         """Answer a completion. Like ``chat``, but the client has formatted the prompt."""
         make_prompt = partial(Prompts.completion, body)
         create = self._completions.create_completion
-        return await self._answer(body, make_prompt, create, request, raw_request)
+        return await self._answer(_Call(body, make_prompt, create, request, raw_request))
 
-    async def _answer(
-        self,
-        body: ChatBody | CompletionBody,
-        make_prompt: MakePrompt,
-        create: Create,
-        request: Any,
-        raw_request: Any,
-        tools: ServedTools | None = None,
-    ) -> Answer:
+    async def _answer(self, call: _Call) -> Answer:
         """Answer a request, in block mode if its prompt contains passages."""
-        respond = partial(self._reported, create, request, raw_request, tools)
-        render = partial(self._render, make_prompt, body.options.mode, tools)
-        must_render = body.has_passages or tools is not None
+        body, headers = call.body, call.raw_request.headers
+
+        async def render(recognize: Recognizer | None) -> TokenPrompt | None:
+            return await asyncio.to_thread(self._render, call, recognize)
+
+        must_render = body.has_passages or call.tools is not None
         if not self._config.recognize:
-            return await respond(await asyncio.to_thread(render, None) if must_render else None)
+            return await self._reported(call, await render(None) if must_render else None)
         prompt = None
         try:
-            prompt = await asyncio.to_thread(render, self._recognizer(raw_request.headers))
-            answer = await respond(prompt)
+            prompt = await render(self._recognizer(headers))
+            answer = await self._reported(call, prompt)
         except _UNRECOGNIZED as error:
             # Recognition must not cause an error for a prompt that can be answered without it.
             recognized = prompt
-            prompt = await asyncio.to_thread(render, None) if must_render else None
+            prompt = await render(None) if must_render else None
             if recognized is not None and recognized == prompt:
                 raise
-            answer = await respond(prompt, str(error))
+            answer = await self._reported(call, prompt, str(error))
         if prompt is not None and prompt.lengths:
-            self._index(body.passages, raw_request.headers)
+            self._index(body.passages, headers)
         return answer
 
-    def _render(
-        self,
-        make_prompt: MakePrompt,
-        mode: Mode,
-        tools: ServedTools | None,
-        recognize: Recognizer | None,
-    ) -> TokenPrompt | None:
+    def _render(self, call: _Call, recognize: Recognizer | None) -> TokenPrompt | None:
         """Convert a prompt to token ids, or return None to let vLLM render it.
 
         vLLM renders prompts without passages, unless this package has to render the tools.
         """
-        prompt = make_prompt(recognize)
-        if tools is not None:
-            tools.begin(prompt)
+        prompt = call.make_prompt(recognize)
+        if call.tools is not None:
+            call.tools.begin(prompt)
         if any(block.is_passage for block in prompt.context):
-            return self._prompts.token_ids(prompt, mode)
-        return None if tools is None else self._prompts.token_ids(prompt, "full")
+            return self._prompts.token_ids(prompt, call.body.options.mode)
+        return None if call.tools is None else self._prompts.token_ids(prompt, "full")
 
-    async def _reported(
-        self,
-        create: Create,
-        request: Any,
-        raw_request: Any,
-        tools: ServedTools | None,
-        prompt: TokenPrompt | None,
-        reason: str = "",
-    ) -> Answer:
+    async def _reported(self, call: _Call, prompt: TokenPrompt | None, reason: str = "") -> Answer:
         """Answer a request, and add a reuse report. ``prompt`` is None if vLLM renders it."""
-        report = ChatReport(prompt, self._profile.recipe, reason)
-        headers, ticket = raw_request.headers, None
-        request = request.model_copy()  # The original can be retried.
+        headers, tools, ticket = call.raw_request.headers, call.tools, None
+        request = call.request.model_copy()  # The original can be retried.
         if prompt is None or not prompt.lengths:
             self._requests.full_mode(request, prompt, headers)
         else:
-            prepared = self._requests.block_mode(request, prompt, headers)
-            encoded = await self._ensure(prepared.blocks)
-            again = partial(self._ensure, prepared.blocks, thorough=True)
-            keys = [block.key for block in prepared.blocks]
-            ticket = Ticket(prepared.plan, again, encoded, keys)
+            plan, blocks = self._requests.block_mode(request, prompt, headers)
+            encoded = await self._ensurer.ensure(blocks)
+            again = partial(self._ensurer.ensure, blocks, thorough=True)
+            keys = [block.key for block in blocks]
+            ticket = Ticket(plan, again, encoded, keys, len(prompt.token_ids))
         CURRENT.set(ticket)
-        answer = await create(request, raw_request)
+        answer = await call.create(request, call.raw_request)
+        report = ChatReport(ticket, self._profile.recipe, reason)
         if isinstance(answer, AsyncGenerator):
-            events = with_marker(answer, ticket) if ticket else answer
-            return report.events(events if tools is None else tools.events(events))
+            return report.events(answer if tools is None else tools.events(answer))
         if isinstance(answer, ErrorResponse):
             return answer
         data = report.answer(answer)
@@ -282,19 +273,13 @@ class Service:
             raise ServingError(f"The server cannot load its tokenizer: {error}") from error
         if self._chats is not None and self._chats.chat_template is not None:
             tokenizer.chat_template = self._chats.chat_template
-        prompts = Prompts(tokenizer, self._profile.promote)
+        prompts = Prompts(tokenizer, self._profile.recipe.promote)
         if prompts.fingerprint != self._profile.tokenizer:
             raise ServingError(
                 f"The server's tokenizer ({prompts.fingerprint[:12]}) does not match the profile's "
                 f"({self._profile.tokenizer[:12]}); remove --tokenizer"
             )
         return prompts
-
-    async def _ensure(
-        self, blocks: Sequence[Encodable], *, thorough: bool = False, must_store: bool = False
-    ) -> dict[str, int]:
-        encoded = await self._ensurer.ensure(blocks, thorough=thorough, must_store=must_store)
-        return {block.key: block.tokens for block, new in zip(blocks, encoded, strict=True) if new}
 
 
 def _with_client(handler: Any, client: RetryingClient) -> Any:
@@ -305,3 +290,53 @@ def _with_client(handler: Any, client: RetryingClient) -> Any:
     own.engine_client = client
     own.enable_prompt_tokens_details = True  # Adds the field cached_tokens to answers.
     return own
+
+
+class IndexWriter:
+    """Collects index entries, and writes one file per namespace every few seconds.
+
+    Answers do not wait for the index. A failed write is logged, and retried with the next write in
+    its namespace. The remaining entries are written when the event loop ends.
+    """
+
+    def __init__(
+        self, index: PassageIndex, on_failure: Callable[[], None], *, every_s: float = 5.0
+    ) -> None:
+        self._index = index
+        self._on_failure = on_failure
+        self._every_s = every_s
+        self._collected: dict[str, list[Entries]] = {}
+        self._unwritten: dict[str, list[Entries]] = {}
+        self._task: asyncio.Task[None] | None = None
+        self._writing = threading.Lock()
+
+    def add(self, entries: Entries, namespace: str) -> None:
+        """Schedule a write of entries. Call it in the event loop, after storing the passages."""
+        if len(entries):
+            self._collected.setdefault(namespace, []).append(entries)
+            if self._task is None or self._task.done():
+                self._task = asyncio.create_task(self._write_all())
+
+    async def _write_all(self) -> None:
+        try:
+            while self._collected:
+                collected, self._collected = self._collected, {}
+                await asyncio.to_thread(self._write, collected)
+                await asyncio.sleep(self._every_s)
+        except asyncio.CancelledError:
+            self._write({name: [] for name in self._unwritten} | self._collected)
+            raise
+
+    def _write(self, collected: dict[str, list[Entries]]) -> None:
+        with self._writing:  # The thread of a canceled task continues to run.
+            for namespace, parts in collected.items():
+                entries = joined([*parts, *self._unwritten.pop(namespace, ())])
+                try:
+                    self._index.add(entries, namespace)
+                except Exception as error:  # Other namespaces must still be written.
+                    self._unwritten[namespace] = [entries[:_MOST_UNWRITTEN]]
+                    self._on_failure()
+                    if isinstance(error, StoreError):
+                        logger.warning("Cannot write the passage index: %s", error)
+                    else:
+                        logger.exception("Unexpected error while writing the index: %s", error)

@@ -7,34 +7,28 @@ import time
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from vllm.config import VllmConfig
 from vllm.distributed import get_pp_group, get_tp_group
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 from vllm.model_executor.models.utils import extract_layer_index
 
+from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.errors import LoadError, ServingError
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.kv.context import PlacedBlock, joined_states
 from blockattn_rag.kv.rope import Angles
-from blockattn_rag.model.correction import Correction
 from blockattn_rag.server.config import ServingConfig
 from blockattn_rag.server.keys import BlockId, block_keys
-from blockattn_rag.server.loader import BlockLoader, LoaderStats
-from blockattn_rag.server.profile import ModelProfile
+from blockattn_rag.server.loader import BlockLoader
+from blockattn_rag.server.profile import LayerProfile, ModelProfile
 from blockattn_rag.server.shares import Share, open_share
-from blockattn_rag.server.vllm.metrics import (
-    Counters,
-    Ended,
-    Fetch,
-    ServingStats,
-    WorkerReport,
-    count_loads,
-)
-from blockattn_rag.server.vllm.pages import KVGroup, LayerPages
+from blockattn_rag.server.vllm.metrics import Counters, Ended, Fetch, ServingStats, WorkerReport
+from blockattn_rag.server.vllm.pages import KVGroup, LayerPages, sizes_of
 from blockattn_rag.server.vllm.recomputing import Recomputer
 from blockattn_rag.server.vllm.rotations import check_rotations
 from blockattn_rag.server.vllm.saver import BlockSaver
@@ -50,24 +44,11 @@ _PAUSE_S = 0.5
 that tier fail in the meantime."""
 
 
-@dataclass(slots=True)
-class Done:
-    """Ids of requests whose loads completed in a step. vLLM expects failed requests in ``loaded``,
-    too."""
-
-    loaded: set[str] = field(default_factory=set)
-    failed: set[str] = field(default_factory=set)
-
-
 @dataclass(frozen=True, slots=True)
 class _Loaded:
-    """Finished load of this rank, waiting for other ranks before tokens are recomputed.
+    """Finished load of this rank, waiting for other ranks before tokens are recomputed."""
 
-    Args:
-        order: Order of the load, or None if it failed.
-    """
-
-    order: Load | None
+    order: Load
     int8_blocks: int
     since: float
 
@@ -87,36 +68,30 @@ class WorkerSide:
 
     Only the worker's main thread accesses pages, between its steps. Other threads read and write
     stores.
+
+    Args:
+        layers: Attention layers of this rank with their KV cache groups, by name.
     """
 
     def __init__(
         self,
         config: ServingConfig,
         profile: ModelProfile,
-        groups: Mapping[str, KVGroup],
-        adapter: Correction | None = None,
-        engine: VllmConfig | None = None,
+        recipe: Recipe,
+        engine: VllmConfig,
+        layers: Mapping[str, tuple[Any, KVGroup]],
     ) -> None:
         self._config = config
-        self._adapter = adapter
-        self._engine = engine
         self._profile = profile
-        self._groups = groups
-        self._pages: list[LayerPages] = []
         self._loading: dict[str, _Loading] = {}
-        self._done = Done()
+        self._done = KVConnectorTransferResults()
         self._fetches: dict[str, Fetch] = {}
         self._ended: dict[str, Ended] = {}
-        self._waiting: dict[str, _Loaded] = {}
-        self._loaded = LoaderStats()
-        self.stats = Counters()
-
-    def register(self, layers: Mapping[str, Any]) -> None:
-        """Register the attention layers of this rank, by name, and open its stores."""
-        config, profile = self._config, self._profile
+        self._waiting: dict[str, _Loaded | None] = {}  # None: the load failed.
+        self._stats = Counters()
         by_index = {
-            extract_layer_index(name): (layer, self._groups[name])
-            for name, layer in layers.items()
+            extract_layer_index(name): (layer, group)
+            for name, (layer, group) in layers.items()
             if getattr(layer, "kv_sharing_target_layer_name", None) is None
         }
         # Draft layers of speculative decoding come after the model's layers.
@@ -125,34 +100,37 @@ class WorkerSide:
         own = _own_layers(indices, pipe.world_size, profile)
         share = Share.of(profile, group.rank_in_group, group.world_size, own)
         self._share = share
-        for place, index in zip(own, indices, strict=True):
-            _check_stores_latents(place, by_index[index][0], profile)
+        own_layers = [by_index[index] for index in indices]
+        for place, heads, (layer, _) in zip(own, share.heads, own_layers, strict=True):
+            _check_layer(layer, len(heads), profile.layers[place], profile.name)
         interleaved = check_rotations(profile, own)
-        self._pages = []
-        for place, index in zip(own, indices, strict=True):
-            layer, page_group = by_index[index]
-            pages = LayerPages(layer, page_group, interleaves_keys=place in interleaved)
-            _check_layer(place, pages, layer, share, profile)
-            self._pages.append(pages)
-        if config.encodes or profile.recompute:
-            for place, pages in enumerate(self._pages):
-                pages.share_layout(self._pages[:place])
+        self._pages = [
+            LayerPages(layer, page_group, interleaves_keys=place in interleaved)
+            for place, (layer, page_group) in zip(own, own_layers, strict=True)
+        ]
+        if config.encodes or profile.recipe.recompute:
+            layouts: dict[tuple[Any, ...], torch.Tensor] = {}
+            for pages in self._pages:
+                pages.measure(layouts)
         self._recomputer = None
-        if profile.recompute and self._engine is not None:
-            own_layers = [by_index[index][0] for index in indices]
-            self._recomputer = Recomputer(own_layers, self._pages, self._engine)
+        if profile.recipe.recompute:
+            layers_only = [layer for layer, _ in own_layers]
+            self._recomputer = Recomputer(layers_only, self._pages, engine)
         home = open_store(config.store)
         tiers = config.nearer_tiers(profile, share)
-        self._store = TieredStore(*tiers, open_share(home, share, profile), pause_s=_PAUSE_S)
+        rest = open_share(home, share, profile)
+        self._store = TieredStore(*tiers.values(), rest, pause_s=_PAUSE_S)
+        self._tier_names = (*tiers, "home")
+        self._tiers = self._store.tier_stats()
         # All ranks keep the same number of tokens, so that they evict the same blocks.
         private_bytes = config.private_tokens(profile) * share.bytes_per_token(profile)
         kept = MemoryStore(max(private_bytes, 1), on_host=True)
-        self._loader = BlockLoader(self._store, profile, share, config.load_deadline_s, kept=kept)
-        self._saver = None
-        if config.encodes:
-            self._saver = BlockSaver(
-                self._pages, profile, share, home, kept, config.kv_dtype, self.stats, self._adapter
-            )
+        self._loader = BlockLoader(
+            self._store, profile, share, kept, self._stats.count, config.load_deadline_s
+        )
+        self._saver = BlockSaver(
+            self._pages, profile, share, home, kept, config.kv_dtype, self._stats, recipe.adapter
+        )
 
     def execute(self, orders: Orders) -> None:
         """Execute a step's orders: save blocks, and start loads."""
@@ -160,7 +138,7 @@ class WorkerSide:
             self._fail(request_id)
         for save in orders.saves:
             # Saves come first, because loads may need a block that is kept in memory.
-            self._encoder.save(save)
+            self._saver.save(save)
         for request_id, is_used in orders.ended.items():
             self._recompute(request_id, is_used=is_used)
         for load in orders.loads:
@@ -172,27 +150,19 @@ class WorkerSide:
     def copy(self, orders: Orders) -> None:
         """After the model has run, copy the keys and values computed for encoding requests."""
         for copy in orders.copies:
-            self._encoder.copy(copy)
+            self._saver.copy(copy)
 
-    def done(self, ended: Iterable[str] = ()) -> Done:
-        """Finish a step by writing loaded blocks to pages.
-
-        Args:
-            ended: Ids of requests that have ended.
-
-        Returns:
-            Requests whose loads completed since the last call.
-        """
-        if self._pages and self._saver is not None:
-            self._saver.forget(ended)
+    def done(self, ended: Iterable[str]) -> KVConnectorTransferResults:
+        """Finish a step by writing loaded blocks to pages. Returns the requests whose loads
+        completed since the last call. ``ended``: ids of requests that have ended."""
+        self._saver.forget(ended)
         for request_id in [key for key, loading in self._loading.items() if loading.blocks.done()]:
             self._finish(self._loading.pop(request_id))
-        done, self._done = self._done, Done()
+        done, self._done = self._done, KVConnectorTransferResults()
         return done
 
     def report(self) -> WorkerReport | None:
-        """Return a report of the steps since the last call. None if there is nothing to report."""
-        unsaved = self._saver.unsaved() if self._pages and self._saver is not None else {}
+        unsaved = self._saver.unsaved()
         if not self._fetches and not unsaved and not self._ended:
             return None
         fetches, self._fetches = self._fetches, {}
@@ -200,19 +170,14 @@ class WorkerSide:
         return WorkerReport(fetches, unsaved, ended)
 
     def counted(self) -> ServingStats | None:
-        """Return and reset the counts since the last call. None if there are none."""
-        if self._pages:
-            before, self._loaded = self._loaded, self._loader.stats()
-            count_loads(self.stats, before, self._loaded, self._config.tier_names)
-        return self.stats.taken()
+        before, self._tiers = self._tiers, self._store.tier_stats()
+        self._stats.count_tiers(before, self._tiers, self._tier_names)
+        return self._stats.taken()
 
     def close(self) -> None:
-        """Write the queued blocks, and stop the threads."""
-        if self._pages:
-            if self._saver is not None:
-                self._saver.close()
-            self._loader.close()
-            self._store.close()
+        self._saver.close()
+        self._loader.close()
+        self._store.close()
 
     def _start(self, load: Load) -> None:
         blocks = block_keys(load.token_ids, load.plan, self._profile, self._config.read_namespaces)
@@ -229,7 +194,7 @@ class WorkerSide:
         except LoadError as error:
             logger.warning("Request %s failed: %s", request_id, error)
             if recomputes:
-                self._end(request_id, _Loaded(None, 0, loading.since))
+                self._end(request_id, None)
             else:
                 self._fail(request_id)
             return
@@ -240,41 +205,33 @@ class WorkerSide:
             self._end(request_id, _Loaded(order, quantized, loading.since))
             return
         self._fetches[request_id] = Fetch(seconds, quantized)
-        self._done.loaded.add(request_id)
+        self._done.finished_recving.add(request_id)
 
-    def _end(self, request_id: str, loaded: _Loaded) -> None:
+    def _end(self, request_id: str, loaded: _Loaded | None) -> None:
         """Report the end of a load to the scheduler, which then orders the recomputation."""
         self._waiting[request_id] = loaded
-        self._ended[request_id] = Ended(1, int(loaded.order is None))
+        self._ended[request_id] = Ended(1, int(loaded is None))
 
     def _recompute(self, request_id: str, *, is_used: bool) -> None:
         """Recompute the tokens of a request whose load has ended on all ranks."""
         loaded = self._waiting.pop(request_id)
-        if loaded.order is None:
+        if loaded is None:
             self._fail(request_id)
             return
-        self._done.loaded.add(request_id)
+        self._done.finished_recving.add(request_id)
         if not is_used or self._recomputer is None:
             return
-        plan = loaded.order.plan
-        chosen = self._recomputer.recompute(
-            loaded.order.token_ids,
-            # There is only one group, because no layer has a window.
-            self._pages[0].group.slots(
-                loaded.order.pages, range(plan.context_tokens), self._pages[0].device
-            ),
-            plan.lengths,
-            plan.may_change,
-            self._profile.recomputed_tokens(plan),
-        )
+        plan, pages = loaded.order.plan, self._pages[0]
+        # There is only one group, because no layer has a window.
+        slots = pages.group.slots(loaded.order.pages, range(plan.context_tokens), pages.device)
+        count = self._profile.recomputed_tokens(plan)
+        chosen = self._recomputer.recompute(loaded.order.token_ids, slots, plan, count)
         ends = [bisect_left(chosen, end) for end in accumulate(plan.lengths)]
         recomputed = tuple(end - start for start, end in pairwise([0, *ends]))
         seconds = time.monotonic() - loaded.since
         self._fetches[request_id] = Fetch(seconds, loaded.int8_blocks, recomputed)
 
     def _write(self, order: Load, wanted: Sequence[BlockId], blocks: Sequence[BlockKV]) -> None:
-        """Write blocks to the slots after the computed tokens, whose pages other requests may
-        share."""
         device = self._pages[0].device
         placed = [
             PlacedBlock(_on(device, kv), one.start, one.start)
@@ -291,19 +248,13 @@ class WorkerSide:
             angles: Angles = {}
             for index, pages in enumerate(self._pages):
                 if pages.group == group:
-                    layout = self._profile.layouts[self._share.layers[index]]
+                    layout = self._profile.layers[self._share.layers[index]].layout
                     keys, values = joined_states(read, index, layout, angles)
                     pages.write(keys[:, skipped:], values[:, skipped:], slots)
 
-    @property
-    def _encoder(self) -> BlockSaver:
-        if self._saver is None:
-            raise ServingError("Cannot save a block, because this server does not encode blocks")
-        return self._saver
-
     def _fail(self, request_id: str) -> None:
-        self._done.loaded.add(request_id)
-        self._done.failed.add(request_id)
+        self._done.finished_recving.add(request_id)
+        self._done.failed_recving.add(request_id)
 
 
 def _on(device: torch.device, kv: BlockKV) -> BlockKV:
@@ -331,27 +282,18 @@ def _own_layers(indices: Sequence[int], ranks: int, profile: ModelProfile) -> ra
     return own
 
 
-def _check_stores_latents(place: int, layer: Any, profile: ModelProfile) -> None:
-    """Raise ServingError if vLLM runs latent attention as ordinary multi-head attention."""
-    described = profile.layers[place]
+def _check_layer(layer: Any, heads: int, described: LayerProfile, model: str) -> None:
     if described.is_latent and getattr(layer, "kv_lora_rank", None) is None:
         raise ServingError(
-            f"Layer {described.index} of {profile.name} has latent attention (MLA), but vLLM "
-            "stores keys and values of all heads. Unset VLLM_MLA_DISABLE; if it is not set, vLLM "
-            "does not support latent attention for this model: use it in process"
+            f"Layer {described.index} of {model} has latent attention (MLA), but vLLM stores keys "
+            "and values of all heads. Unset VLLM_MLA_DISABLE; if it is not set, vLLM does not "
+            "support latent attention for this model: use it in process"
         )
-
-
-def _check_layer(
-    place: int, pages: LayerPages, layer: Any, share: Share, profile: ModelProfile
-) -> None:
-    """Raise ServingError if a layer's pages do not match the profile."""
-    described, heads = profile.layers[place], share.heads[share.layers.index(place)]
-    expected = (len(heads), described.key_size, described.value_size)
-    if pages.sizes != expected:
+    found, expected = sizes_of(layer), (heads, described.key_size, described.value_size)
+    if found != expected:
         raise ServingError(
-            f"Layer {described.index} has (heads, key size, value size) {pages.sizes}, expected "
-            f"{expected} from the config of {profile.name}"
+            f"Layer {described.index} has (heads, key size, value size) {found}, expected "
+            f"{expected} from the config of {model}"
         )
     if not hasattr(layer.impl, "do_kv_cache_update"):
         raise ServingError(

@@ -85,7 +85,7 @@ class TestResult:
         assert load_config(folder / "out").block_attention["sink"] == sink
         tuned = BlockModel.from_pretrained(folder / "out")
         assert BlockAttentionEngine(tuned).recipe.sink == sink
-        assert profile_of(tuned).sink == sink
+        assert profile_of(tuned).recipe.sink == sink
 
     def test_training_only_full_mode_does_not_mark_the_model(self, folder: Path) -> None:
         finetune(config(settings(folder, max_steps=1, modes=("full",))))
