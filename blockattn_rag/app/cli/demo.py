@@ -30,10 +30,10 @@ from blockattn_rag.app.demo.run import (
     MODES,
     SMOLLM2,
     Demo,
-    DemoAnswer,
     default_folder,
     default_model,
     report_of,
+    row_of,
     speedup,
 )
 from blockattn_rag.app.rag.ask import AssistantAnswer
@@ -95,9 +95,8 @@ def demo(
     with waiting("warming up both modes"):
         started.assistant.warm_up()
     asking = time.perf_counter()
-    answers = _answers(started)
-    ask_s = time.perf_counter() - asking
-    report = report_of(started, ingested, answers, ask_s)
+    questions = _questions(started)
+    report = report_of(started, ingested, questions, time.perf_counter() - asking)
     emit(report, *_summary(report))
 
 
@@ -140,37 +139,35 @@ def _ingest(started: Demo) -> IngestReport:
     return report
 
 
-def _answers(started: Demo) -> list[DemoAnswer]:
-    questions, quiet = started.collection.questions, json_file() is not None
-    begun, answers = time.perf_counter(), list[DemoAnswer]()
+def _questions(started: Demo) -> list[dict[str, Any]]:
+    """Answer the questions in both modes, and show each answer. Returns them for the report."""
+    questions, rows = started.collection.questions, list[dict[str, Any]]()
+    begun = time.perf_counter()
     for number, question in enumerate(questions, 1):
-        if not quiet:
-            expected = f"[dim]({_text(question.answers[0])})[/dim]"
-            _line(f"[bold]{_text(question.question)}[/bold] {expected}")
-        by_mode: dict[Mode, AssistantAnswer] = {}
+        expected = f"[dim]({_text(question.answers[0])})[/dim]"
+        _line(f"[bold]{_text(question.question)}[/bold] {expected}")
+        answers: dict[Mode, AssistantAnswer] = {}
         for mode in MODES:
-            left = "" if not answers else f", {_left(begun, len(answers), len(questions))} left"
+            left = ""
+            if rows:
+                per_question = (time.perf_counter() - begun) / len(rows)
+                left = f", about {per_question * (len(questions) - len(rows)):.0f} s left"
             with spinner(f"question {number} of {len(questions)}, {mode} mode{left}"):
-                by_mode[mode] = started.assistant.ask(question.question, mode=mode)
-            if not quiet:
-                _show(by_mode[mode], right=is_right(by_mode[mode].answer, question.answers))
-        answers.append(DemoAnswer(question, **by_mode))
-    return answers
-
-
-def _left(begun: float, done: int, of: int) -> str:
-    return f"about {(time.perf_counter() - begun) / done * (of - done):.0f} s"
-
-
-def _show(answer: AssistantAnswer, *, right: bool) -> None:
-    mark = "[green]right[/green]" if right else "[red]wrong[/red]"
-    cut = " ..." if answer.finish_reason == "length" else ""
-    text = " ".join(answer.answer.split()) + cut
-    first = duration(answer.stats.ttft_s)
-    _line(f"  {answer.stats.mode:<5} {first:>7}  {mark}  {_text(text)}")
+                answer = started.assistant.ask(question.question, mode=mode)
+            answers[mode] = answer
+            right = is_right(answer.answer, question.answers)
+            mark = "[green]right[/green]" if right else "[red]wrong[/red]"
+            text = " ".join(answer.answer.split())
+            cut = " ..." if answer.finish_reason == "length" else ""
+            first = duration(answer.stats.ttft_s)
+            _line(f"  {mode:<5} {first:>7}  {mark}  {_text(text + cut)}")
+        rows.append(row_of(question, answers))
+    return rows
 
 
 def _line(markup: str) -> None:
+    if json_file():
+        return
     if stdout.is_terminal:
         stdout.print(markup, highlight=False, no_wrap=True, overflow="ellipsis")
     else:

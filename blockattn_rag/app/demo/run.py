@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -20,7 +20,7 @@ from blockattn_rag.app.rag.ask import Assistant, AssistantAnswer
 from blockattn_rag.app.rag.database import Database, Manifest
 from blockattn_rag.app.rag.documents import set_source
 from blockattn_rag.app.rag.ingest import IngestReport
-from blockattn_rag.engine.results import Mode, ReuseStats
+from blockattn_rag.engine.results import Mode
 from blockattn_rag.errors import DatabaseError
 from blockattn_rag.files import state_folder
 from blockattn_rag.prompts.formats import Passage
@@ -89,64 +89,23 @@ def default_folder() -> Path:
     return state_folder() / "demo"
 
 
-@dataclass(frozen=True, slots=True)
-class DemoAnswer:
-    """Question and its answers in both modes."""
-
-    asked: facts.FactQuestion
-    block: AssistantAnswer
-    full: AssistantAnswer
-
-    def is_right(self, mode: Mode) -> bool:
-        return facts.is_right(self.of(mode).answer, self.asked.answers)
-
-    def of(self, mode: Mode) -> AssistantAnswer:
-        return self.block if mode == "block" else self.full
-
-    def to_dict(self) -> dict[str, Any]:
-        modes: dict[str, Any] = {
-            mode: {
-                "answer": self.of(mode).answer,
-                "right": self.is_right(mode),
-                "ttft_s": self.of(mode).stats.ttft_s,
-                "generated_tokens": self.of(mode).stats.generated_tokens,
-                "finish_reason": self.of(mode).finish_reason,
-            }
-            for mode in MODES
-        }
-        return {
-            "question": self.asked.question,
-            "expected": self.asked.answers[0],
-            "sources": [source.title for source in self.block.sources],
-            **self.block.stats.reuse(),
-            **modes,
-        }
-
-
-def _check_folder(folder: Path) -> None:
-    """Reject a user's database, because the demo would add passages to it."""
-    manifest = Manifest.read(folder)
-    is_own = folder == default_folder()  # A previous version may have created it.
-    if manifest and not is_own and manifest.collection not in (_ENCYCLOPEDIA, _FACTS):
-        raise DatabaseError(
-            f"{folder} is a database with documents other than the demo's: choose another folder "
-            f"(--db), or query this database with blockattn-rag demo --web --db {folder}"
-        )
-
-
 class Demo:
-    """Running demo: database, collection and assistant.
-
-    Passages that an earlier run stored are reused.
-    """
+    """Running demo: database, collection and assistant."""
 
     def __init__(
-        self, folder: Path, model: str, store: str | None = None, *, remembers: bool = True
+        self, folder: Path, model: str, store: str | None, *, remembers: bool = True
     ) -> None:
         started = time.perf_counter()
+        manifest = Manifest.read(folder)
+        is_own = folder == default_folder()  # A previous version may have created it.
+        if manifest and not is_own and manifest.collection not in (_ENCYCLOPEDIA, _FACTS):
+            raise DatabaseError(
+                f"{folder} is a database with documents other than the demo's: choose another "
+                "folder (--db), or query this database with blockattn-rag demo --web --db "
+                f"{folder}"
+            )
         self.collection = collection_for(model)
-        _check_folder(folder)
-        self.folder, self.model = folder, model
+        self.model = model
         self.store = store or str(folder / "kv")
         self.database = Database.create(
             folder,
@@ -161,8 +120,29 @@ class Demo:
         self.load_s = time.perf_counter() - started
 
 
+def row_of(question: facts.FactQuestion, answers: Mapping[Mode, AssistantAnswer]) -> dict[str, Any]:
+    """Return a question of the report: reuse in block mode, and the answers in both modes."""
+    block = answers["block"]
+    return {
+        "question": question.question,
+        "expected": question.answers[0],
+        "sources": [source.title for source in block.sources],
+        **block.stats.reuse(),
+        **{
+            mode: {
+                "answer": answer.answer,
+                "right": facts.is_right(answer.answer, question.answers),
+                "ttft_s": answer.stats.ttft_s,
+                "generated_tokens": answer.stats.generated_tokens,
+                "finish_reason": answer.finish_reason,
+            }
+            for mode, answer in answers.items()
+        },
+    }
+
+
 def report_of(
-    demo: Demo, ingest: IngestReport, answers: Sequence[DemoAnswer], ask_s: float
+    demo: Demo, ingest: IngestReport, questions: Sequence[dict[str, Any]], ask_s: float
 ) -> dict[str, Any]:
     """Create the report of a completed demo, as plain JSON types. ``ask_s``: seconds for all
     answers.
@@ -170,19 +150,10 @@ def report_of(
     The summary contains counts of right answers, block-mode totals, and median timings.
     """
     engine = demo.database.engine
-    block, full = (
-        statistics.median(answer.of(mode).stats.ttft_s for answer in answers) for mode in MODES
-    )
-    summary = {
-        "of": len(answers),
-        **{f"right_{mode}": sum(answer.is_right(mode) for answer in answers) for mode in MODES},
-        **sum((answer.block.stats for answer in answers), ReuseStats("block")).reuse(),
-        "ttft_block_median_s": block,
-        "ttft_full_median_s": full,
-        "speedup": full / block if block else 0.0,
-    }
+    block, full = (statistics.median(row[mode]["ttft_s"] for row in questions) for mode in MODES)
+    totals = ("hits", "misses", "reused_tokens", "computed_tokens")
     return {
-        "db": str(demo.folder),
+        "db": str(demo.database.path),
         "store": demo.store,
         "model": demo.model,
         "recipe": engine.recipe.source or str(engine.recipe),
@@ -190,6 +161,13 @@ def report_of(
         "load_s": demo.load_s,
         "ask_s": ask_s,
         "ingest": asdict(ingest),
-        "questions": [answer.to_dict() for answer in answers],
-        "summary": summary,
+        "questions": questions,
+        "summary": {
+            "of": len(questions),
+            **{f"right_{mode}": sum(row[mode]["right"] for row in questions) for mode in MODES},
+            **{name: sum(row[name] for row in questions) for name in totals},
+            "ttft_block_median_s": block,
+            "ttft_full_median_s": full,
+            "speedup": full / block if block else 0.0,
+        },
     }

@@ -70,14 +70,12 @@ def test_the_demo_shows_each_question_in_both_modes_and_a_summary(
 def test_each_mode_is_scored_by_its_answer() -> None:
     question = next(one for one in facts.load().questions if one.id == "marie-curie/birthplace")
     texts: dict[Mode, str] = {"block": "She was born in Warsaw.", "full": "Marie Curie was Polish."}
-    given = [
-        AssistantAnswer("", text, (), ReuseStats(mode), "stop", 0.1) for mode, text in texts.items()
-    ]
-    answers = run.DemoAnswer(question, *given)
-    assert answers.is_right("block")
-    assert not answers.is_right("full")
-    assert answers.to_dict()["block"]["right"]
-    assert not answers.to_dict()["full"]["right"]
+    answers = {
+        mode: AssistantAnswer("", text, (), ReuseStats(mode), "stop", 0.1)
+        for mode, text in texts.items()
+    }
+    row = run.row_of(question, answers)
+    assert (row["block"]["right"], row["full"]["right"]) == (True, False)
 
 
 def test_falls_back_to_model(cli: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
