@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from blockattn_rag.app.serving import Served
+from blockattn_rag.app.serving import settings_of
 from blockattn_rag.model import BlockModel
 from blockattn_rag.server.protocol import OPENAI
 from tests.app.cli.conftest import Command
@@ -121,8 +121,7 @@ def test_a_database_is_served_with_its_settings(
     assert json.loads(found[f"{extra}.namespace"]) == "team"
     assert json.loads(found[f"{extra}.kv_dtype"]) == "int8"
     assert json.loads(found[f"{extra}.recognize"]) == "sources"
-    served = Served.of_database(database)
-    assert (served.recipe, served.folder) == ("auto", database)
+    assert settings_of(database).recipe == "auto"
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ def test_a_store_that_fails_after_ingestion_only_causes_a_warning(
     model: Path, documents: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = tmp_path / "db"
-    database = Database.create(folder, Manifest(str(model), fingerprint=""))
+    database = Database.create(folder, Manifest(str(model)))
     ingest_documents(database, load_documents([documents], exclude=folder).documents)
     question = "How high is Halden Tower?"
     expected = Assistant(Database.open(folder), max_new_tokens=4).ask(question)
@@ -58,7 +58,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[BlockPrompt]:
 
 
 def ingested(model: Path, documents: Path, folder: Path) -> Database:
-    database = Database.create(folder, Manifest(str(model), fingerprint=""))
+    database = Database.create(folder, Manifest(str(model)))
     ingest_documents(database, load_documents([documents], exclude=folder).documents)
     return database
 
