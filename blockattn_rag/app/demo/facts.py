@@ -26,11 +26,7 @@ class Article:
 
 @dataclass(frozen=True, slots=True)
 class FactQuestion:
-    """Question about one article.
-
-    Attributes:
-        answers: Accepted answers. The article contains the first answer verbatim.
-    """
+    """Question about one article, which contains the first accepted answer verbatim."""
 
     id: str
     question: str

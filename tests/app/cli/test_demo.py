@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-import blockattn_rag.app.demo.run as run
+import blockattn_rag.app.cli.demo as run
 from blockattn_rag.app.demo import facts
 from blockattn_rag.app.rag.ask import AssistantAnswer
 from blockattn_rag.engine.results import Mode, ReuseStats
