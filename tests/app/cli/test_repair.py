@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from blockattn_rag.app.cli.repair import _Lexical
+from blockattn_rag.app.cli.repair import _lexical
 from blockattn_rag.app.rag.database import MANIFEST
 from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.lab.repair import run, stages
@@ -152,6 +152,6 @@ def test_impossible_requests_are_reported_in_one_line(
 
 def test_passages_that_share_words_with_the_question_are_nearest() -> None:
     passages = [Passage("Tower", "It is high."), Passage("", "The river Teme"), Passage("Sea", "")]
-    nearest = _Lexical(passages)
+    nearest = _lexical(passages)
     assert nearest("How long is the river Teme?", 1) == [passages[1]]
     assert len(nearest("the tower", 5)) == 3
