@@ -29,7 +29,7 @@ from blockattn_rag.app.rag.database import (
 )
 from blockattn_rag.app.rag.documents import load_documents
 from blockattn_rag.app.rag.ingest import Estimate, ingest_documents
-from blockattn_rag.app.rag.names import HASHING, MINILM, existing_model, require_model
+from blockattn_rag.app.rag.names import HASHING, MINILM, existing_model
 from blockattn_rag.app.rag.passages import (
     all_sources,
     delete_passages,
@@ -44,10 +44,8 @@ INACCESSIBLE = 3
 """Exit status if files or folders could not be opened, but everything else was ingested."""
 LARGE_BYTES = 1 << 30
 """Size of keys and values, in bytes, above which int8 is suggested."""
-_REPORTED = (
-    *("model", "fingerprint", "embedding", "recipe", "namespace", "dtype", "kv_dtype"),
-    *("store", "servers"),
-)
+_HIDDEN = {"collection", "chunk_size", "template", "stock", "version"}
+"""Settings that the JSON object omits."""
 
 
 def _known_namespace(name: str | None) -> str | None:
@@ -131,7 +129,9 @@ def ingest(
         servers=server,
     )
     if not settings.servers:
-        require_model(settings.model)  # Check the model before reading documents.
+        from blockattn_rag.model.loading import load_config
+
+        load_config(settings.model)  # Check that the model exists before reading documents.
     with stage_progress("reading files") as tick:
         loaded = load_documents(paths, exclude=db, on_progress=tick)
     for file, reason in (*loaded.inaccessible, *loaded.skipped):
@@ -149,7 +149,6 @@ def ingest(
             database, loaded.documents, on_progress=report_progress, on_estimate=_show_estimate
         )
     unread = {str(file) for file in (*dict(loaded.skipped), *loaded.links)}
-    failed = dict(loaded.inaccessible)
     orphaned = orphaned_sources(database.collection, unread)
     if orphaned:
         others = f" and {len(orphaned) - 3} more" if len(orphaned) > 3 else ""
@@ -157,11 +156,12 @@ def ingest(
             f"note: these files are missing, skipped or empty, but {db} still has their passages: "
             f"{', '.join(orphaned[:3])}{others}; `blockattn-rag remove PATH --db {db}` removes them"
         )
+    failed = dict(loaded.inaccessible)
     shared = report.passages - report.computed - report.reused
     data = {
         **asdict(report),
         "db": db,
-        **{name: getattr(database.manifest, name) for name in _REPORTED},
+        **{key: value for key, value in asdict(database.manifest).items() if key not in _HIDDEN},
         "orphaned": orphaned,
         "links": loaded.links,
         "skipped": [{"file": file, "reason": reason} for file, reason in loaded.skipped],
@@ -191,8 +191,6 @@ def ingest(
 
 
 def _show_estimate(work: Estimate) -> None:
-    if not work.new_blocks:
-        return
     where = f" in {work.folder}, {size(work.free_bytes)} free" if work.free_bytes else ""
     takes = "" if work.seconds is None else f", about {duration(work.seconds)}"
     note(
@@ -217,16 +215,19 @@ def _show_estimate(work: Estimate) -> None:
 
 
 def _manifest(db: Path, **options: Any) -> Manifest:
-    old = Manifest.read(db)
-    if old is None and not options["model"]:
+    old, model = Manifest.read(db), options["model"]
+    if old is None and not model:
         raise typer.BadParameter("Required for a new database", param_hint="--model")
-    other = options["model"] and old is not None and not _is_model_of(old, options["model"])
-    if old is not None and other and has_passages(db, old):
-        raise ValueError(
-            f"{db} has passages encoded by {old.model}, found --model {options['model']}: remove "
-            "--model, or ingest into a new folder. To query this database with another model, use "
-            f"`blockattn-rag ask --db {db} --model {options['model']}`"
-        )
+    if old is not None and model:
+        path, was = Path(model).expanduser(), Path(old.model)
+        is_same = old.model == (str(path.resolve()) if path.exists() else model)
+        may_have_moved = was.is_absolute() and not was.exists()
+        if not is_same and not may_have_moved and has_passages(db, old):
+            raise ValueError(
+                f"{db} has passages encoded by {old.model}, found --model {model}: remove --model, "
+                "or ingest into a new folder. To query this database with another model, use "
+                f"`blockattn-rag ask --db {db} --model {model}`"
+            )
     chosen = {name: value for name, value in options.items() if value}
     if chosen.get("recipe") == AUTO_SETTING:
         chosen["stock"] = STOCK
@@ -236,18 +237,7 @@ def _manifest(db: Path, **options: Any) -> Manifest:
             f"Cannot be combined with --server, which has its own {' and '.join(clashing)}",
             param_hint=f"--{clashing[0].replace('_', '-')}",
         )
-    return replace(old, **chosen) if old else Manifest(**chosen, fingerprint="")
-
-
-def _is_model_of(old: Manifest, model: str) -> bool:
-    """Whether ``model`` is the database's model.
-
-    If the folder of the database's model no longer exists, any model is accepted, because the
-    folder may have been moved.
-    """
-    path, was = Path(model).expanduser(), Path(old.model)
-    whole = str(path.resolve()) if path.exists() else model
-    return whole == old.model or (was.is_absolute() and not was.exists())
+    return replace(old, **chosen) if old else Manifest(**chosen)
 
 
 def remove(
