@@ -14,7 +14,7 @@ from blockattn_rag.app.cli.output import count, duration, emit, size, table
 from blockattn_rag.app.rag.names import existing_model
 
 if TYPE_CHECKING:
-    from blockattn_rag.lab.planning import CapacityPlan, CapacityTier, Machine
+    from blockattn_rag.lab.planning import Machine
 
 GIB = 1 << 30
 _DEVICE_BYTES_PER_S = {"cpu": 10e9, "cuda": 2e12}
@@ -63,13 +63,39 @@ def plan(
     machine = _machine(kind, gpu_memory, memory, tflops)
     from blockattn_rag.lab.planning import plan_capacity
 
-    sizes = {"passages": passages, "passage_tokens": tokens, "top_k": top_k}
-    estimate = plan_capacity(config, kind, machine, **sizes, kv_dtype=kv_dtype)
+    estimate = plan_capacity(
+        config, kind, machine,
+        passages=passages, passage_tokens=tokens, top_k=top_k, kv_dtype=kv_dtype,
+    )  # fmt: skip
     settings = {"model": model, "dtype": str(kind).removeprefix("torch."), "kv_dtype": kv_dtype}
     data = {**settings, "passages": passages, **asdict(estimate), "machine": asdict(machine)}
     blocks = "" if kv_dtype == "model" else f", blocks in {kv_dtype}"
     title = f"{count(passages, 'passage')}, {model}, {settings['dtype']}{blocks}"
-    emit(data, *_lines(title, passages, estimate, machine))
+    columns = ("blocks in", "capacity", "of yours", "first token", "against full prefill")
+    rows = []
+    for tier in estimate.tiers:
+        share = "all" if tier.passages >= passages else f"{tier.passages / passages:.0%}"
+        first, gain = "does not fit", "-"
+        if tier.passages:
+            first, gain = duration(tier.ttft_s), f"{estimate.full_ttft_s / tier.ttft_s:.1f} x"
+            if tier.ttft_s >= estimate.full_ttft_s:
+                gain += ": slower than full prefill"
+        rows.append((tier.name, f"{tier.passages:,}", share, first, gain))
+    speed = estimate.break_even_bytes_per_s
+    emit(
+        data,
+        table(title, columns, rows),
+        f"Storage: {size(estimate.passage_bytes)} per passage, {size(estimate.total_bytes)} in all "
+        f"({size(estimate.footprint.bytes_per_token)} per token). Encoding all: "
+        f"{duration(estimate.ingest_s)}. Full prefill: {duration(estimate.full_ttft_s)}.",
+        "A full prefill is faster than reuse here, wherever the blocks are stored."
+        if speed is None
+        else f"Below {size(speed)}/s, reading from a store is slower than a full prefill.",
+        f"Estimated at {machine.operations_per_s / 1e12:.2f} * 10^12 operations/s, "
+        f"{machine.device_bytes_per_s / 1e9:.0f} GB/s of the device's memory, "
+        f"{machine.transfer_bytes_per_s / 1e9:.0f} GB/s to a GPU, "
+        f"{machine.disk_bytes_per_s / 1e9:.1f} GB/s from disk.",
+    )
 
 
 def _config(model: str, dtype: str | None, *, on_gpu: bool) -> tuple[Any, Any]:
@@ -111,36 +137,3 @@ def _machine(
         operations_per_s=1e12 * tflops if tflops else measured_operations_per_s(dtype, device),
         device_bytes_per_s=_DEVICE_BYTES_PER_S[device],
     )
-
-
-def _lines(title: str, passages: int, estimate: CapacityPlan, machine: Machine) -> list[Any]:
-    rows = [
-        (
-            tier.name,
-            f"{tier.passages:,}",
-            "all" if tier.passages >= passages else f"{tier.passages / passages:.0%}",
-            duration(tier.ttft_s) if tier.passages else "does not fit",
-            _gain(estimate, tier) if tier.passages else "-",
-        )
-        for tier in estimate.tiers
-    ]
-    columns = ("blocks in", "capacity", "of yours", "first token", "against full prefill")
-    speed = estimate.break_even_bytes_per_s
-    return [
-        table(title, columns, rows),
-        f"Storage: {size(estimate.passage_bytes)} per passage, {size(estimate.total_bytes)} in all "
-        f"({size(estimate.footprint.bytes_per_token)} per token). Encoding all: "
-        f"{duration(estimate.ingest_s)}. Full prefill: {duration(estimate.full_ttft_s)}.",
-        "A full prefill is faster than reuse here, wherever the blocks are stored."
-        if speed is None
-        else f"Below {size(speed)}/s, reading from a store is slower than a full prefill.",
-        f"Estimated at {machine.operations_per_s / 1e12:.2f} * 10^12 operations/s, "
-        f"{machine.device_bytes_per_s / 1e9:.0f} GB/s of the device's memory, "
-        f"{machine.transfer_bytes_per_s / 1e9:.0f} GB/s to a GPU, "
-        f"{machine.disk_bytes_per_s / 1e9:.1f} GB/s from disk.",
-    ]
-
-
-def _gain(estimate: CapacityPlan, tier: CapacityTier) -> str:
-    gain = f"{estimate.full_ttft_s / tier.ttft_s:.1f} x"
-    return gain if tier.ttft_s < estimate.full_ttft_s else f"{gain}: slower than full prefill"
