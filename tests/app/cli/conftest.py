@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,11 @@ class Output:
     @property
     def json(self) -> Any:
         return json.loads(self.stdout)
+
+    @property
+    def message(self) -> str:
+        """``stderr`` in one line, without the frame around usage errors."""
+        return " ".join(self.stderr.replace("│", " ").split())
 
 
 Command = Callable[..., Output]
@@ -83,6 +89,12 @@ def documents(tmp_path: Path) -> Path:
     (folder / "picture.raw").write_bytes(b"\x00\x01\x02")
     (folder / ".hidden.txt").write_text("not to be read", encoding="utf-8")
     return folder
+
+
+@pytest.fixture
+def ingest(cli: Command, model: Path, documents: Path, tmp_path: Path) -> Command:
+    """Function that ingests ``documents`` into ``tmp_path / "db"`` with ``model``."""
+    return partial(cli, "ingest", documents, "--db", tmp_path / "db", "--model", model)
 
 
 @pytest.fixture(scope="session")

@@ -153,26 +153,6 @@ def test_unexpected_errors_are_reported_in_one_line(
     assert output.stderr.startswith("error: KeyError: 'lost' (blockattn-rag --debug")
 
 
-def test_a_mistyped_model_folder_is_named(cli: Command) -> None:
-    for command in (("check", "./no/model"), ("eval", "--model", "/no/model", "--data", "x")):
-        output = cli(*command)
-        assert output.status == 1
-        assert "No such model" in output.stderr
-
-
-def test_a_nul_character_in_any_argument_is_a_usage_error(cli: Command, tmp_path: Path) -> None:
-    for command in (
-        ("ingest", "a\0b", "--db", tmp_path, "--model", "bundled"),
-        ("ask", "What?", "--db", "a\0b"),
-        ("eval", "--model", "bundled", "--data", "a\0b"),
-        ("store", "stats", "a\0b"),
-    ):
-        output = cli(*command)
-        assert (output.status, output.stdout) == (2, "")
-        assert "NUL character" in output.stderr
-        assert r"a\x00b" in output.stderr
-
-
 def test_a_model_missing_from_the_hub_is_reported_in_one_line(
     cli: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -281,8 +261,3 @@ def test_ctrl_c_ends_with_one_line_and_status_130(tmp_path: Path) -> None:
     os.kill(process.pid, signal.SIGINT)
     stdout, stderr = process.communicate(timeout=LONGEST_S)
     assert (process.returncode, stdout, stderr) == (130, "", "error: Interrupted\n")
-
-
-def test_verbose_after_two_hyphens_is_an_argument(cli: Command, tmp_path: Path) -> None:
-    output = cli("ingest", "--db", tmp_path / "db", "--model", "bundled", "--", "-v")
-    assert "No such file or folder: -v" in output.stderr

@@ -70,25 +70,6 @@ def test_answer_fits_schema(cli: Command, filled: Path, schema: Write, seen: lis
     assert shown[2].startswith("[1] ")
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (b"{", "Invalid JSON: Expecting property name"),
-        (b"\xff\xfe\xff", "Invalid JSON: "),
-        ([1], 'expected an object such as {"type": "object", '),
-        (True, "Found true"),
-    ],
-)
-def test_an_invalid_schema_file_is_refused_before_the_model_is_loaded(
-    cli: Command, filled: Path, schema: Write, given: Any, message: str
-) -> None:
-    output = cli("ask", QUESTION, "--db", filled / "none", "--schema", schema(given))
-    shown = "".join(output.stderr.replace("│", " ").split())
-    assert (output.status, output.stdout) == (2, "")
-    assert "--schema" in shown
-    assert message.replace(" ", "") in shown
-
-
 def test_every_answer_of_a_conversation_fits_the_schema(
     filled: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -137,9 +137,3 @@ def test_a_repeated_question_is_answered_again(cli: Command, filled: Path) -> No
     *questions, _ = map(json.loads, output.stdout.splitlines())
     found = [question["block"] for question in questions]
     assert found[0]["computed_tokens"] == found[1]["computed_tokens"] > 1
-
-
-def test_compare_and_mode_are_mutually_exclusive(cli: Command, database: Path) -> None:
-    output = cli(*command(database, "--compare", "--mode", "full"))
-    assert output.status == 2
-    assert "remove --mode" in output.stderr

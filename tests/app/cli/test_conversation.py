@@ -140,16 +140,6 @@ def test_each_line_of_a_pipe_is_a_separate_question(cli: Command, filled: Path) 
     assert cli(*command, given="\n").stdout == ""
 
 
-def test_chat_template_variables_are_checked(cli: Command, filled: Path) -> None:
-    command = ("ask", "How?", "--db", filled, "--max-new-tokens", 1, "--chat-template-kwargs")
-    for text, why in (("{", "Invalid JSON"), ("[1]", "expected an object")):
-        output = cli(*command, text)
-        assert (output.status, why in " ".join(output.stderr.split())) == (2, True)
-    output = cli(*command, '{"enable_thinking": false}')
-    assert output.status == 1
-    assert "Found enable_thinking in chat_template_kwargs, but the chat" in output.stderr
-
-
 def ask_in_terminal(name: str, database: Path) -> None:
     """Run ``ask`` in the terminal with this device name."""
     for descriptor in range(3):

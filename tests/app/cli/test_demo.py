@@ -146,16 +146,6 @@ def test_a_database_with_other_documents_is_refused(
     assert (db / "blockattn.json").read_bytes() == before
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [(["--json"], "remove --json"), (["--db", "x", "--store", "y"], "remove --store")],
-)
-def test_web_refuses_other_options(cli: Command, options: list[str], message: str) -> None:
-    output = cli("demo", "--web", *options)
-    assert output.status == 2
-    assert message in " ".join(output.stderr.replace("│", " ").split())
-
-
 def test_web_needs_gradio(cli: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("blockattn_rag.app.demo.web.find_spec", {}.get)
     output = cli("demo", "--web", "--db", tmp_path / "none")

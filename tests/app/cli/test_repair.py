@@ -114,42 +114,6 @@ def test_repairs_a_model(cli: Command, model: Path, questions: Path, tmp_path: P
     assert Recipe.load(folder).prompt_format == "chat"
 
 
-@pytest.mark.parametrize(
-    ("given", "status", "message"),
-    [
-        ((), 2, "Expected --db FOLDER, or --model NAME with --passages FILE"),
-        (("--model", "MODEL"), 2, "Expected --db FOLDER, or --model NAME with --passages FILE"),
-        (
-            ("--db", "db", "--passages", "p.jsonl"),
-            2,
-            "Expected either --db or --passages, found both",
-        ),
-        (("--db", "nowhere"), 1, "nowhere is not a database"),
-        (("--questions", "q.jsonl", "--model", "MODEL"), 1, "line 1: A question has no"),
-        (("--passages", "none.jsonl", "--model", "MODEL"), 1, "No such file: none.jsonl"),
-        (("--passages", "p.jsonl", "--model", "MODEL"), 1, "generated no usable question from 6 "),
-    ],
-)
-def test_impossible_requests_are_reported_in_one_line(
-    cli: Command,
-    model: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    given: tuple[str, ...],
-    status: int,
-    message: str,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    lines(tmp_path / "q.jsonl", [{"question": "what?"}])
-    lines(tmp_path / "p.jsonl", PASSAGES)
-    arguments = [str(model) if one == "MODEL" else one for one in given]
-    output = cli("repair", *arguments, *(("--output", "out") if status == 1 else ()))
-    shown = " ".join(output.stderr.replace("│", " ").split())
-    assert (output.status, message in shown) == (status, True), shown
-    assert not (tmp_path / "out.work").exists()
-    assert not (tmp_path / "out").exists()
-
-
 def test_passages_that_share_words_with_the_question_are_nearest() -> None:
     passages = [Passage("Tower", "It is high."), Passage("", "The river Teme"), Passage("Sea", "")]
     nearest = _lexical(passages)

@@ -97,43 +97,6 @@ def test_a_recipe_that_differs_from_the_servers_is_refused(
     assert "Cannot use the recipe 'bos'" in output.stderr
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--store", "kv"), "Cannot be combined with --server, which has its own store"),
-        (
-            ("--recipe", "head:4", "--kv-dtype", "int8"),
-            "Cannot be combined with --server, which has its own recipe and kv_dtype",
-        ),
-        (("--dtype", "bfloat16"), "Cannot be combined with --server, which has its own dtype"),
-    ],
-)
-def test_options_that_the_server_determines_are_refused(
-    cli: Command,
-    server: FakeServer,
-    model: Path,
-    documents: Path,
-    tmp_path: Path,
-    arguments: tuple[str, ...],
-    message: str,
-) -> None:
-    command = ("ingest", documents, "--db", tmp_path / "db", "--model", model)
-    output = cli(*command, "--server", server.url, *arguments)
-    assert output.status != 0
-    assert message in " ".join(output.stderr.replace("│", " ").split())
-    assert server.bodies(ENCODE) == []
-
-
-def test_reports_absent_server(cli: Command, model: Path, documents: Path, tmp_path: Path) -> None:
-    db = tmp_path / "db"
-    output = cli(
-        "ingest", documents, "--db", db, "--model", model, "--server", "http://127.0.0.1:9"
-    )
-    assert output.status == 1
-    assert "Cannot reach http://127.0.0.1:9" in output.stderr
-    assert not (db / "blockattn.json").exists()
-
-
 def test_repair_needs_a_local_model(cli: Command, database: Path, server: FakeServer) -> None:
     path = database / "blockattn.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "servers": [server.url]}))

@@ -74,12 +74,6 @@ def test_stats_separate_tenants_and_types(cli: Command, database: Path) -> None:
     assert "int8" in shown
 
 
-def test_refuses_folders_without_a_store(cli: Command, tmp_path: Path) -> None:
-    for folder in (tmp_path, tmp_path / "nowhere"):
-        assert cli("store", "stats", folder).status == 1
-    assert not list(tmp_path.iterdir())
-
-
 def test_verify_finds_damage_and_deletes_it_on_request(cli: Command, database: Path) -> None:
     assert cli("store", "verify", database).status == 0
     [entry] = entries(database)
@@ -108,12 +102,6 @@ def test_shrink_deletes_least_recently_used(cli: Command, database: Path) -> Non
 )
 def test_sizes_have_decimal_and_binary_units(text: str, expected: int) -> None:
     assert bytes_of(text) == expected
-
-
-@pytest.mark.parametrize("text", ["", "0", "0.5", "-1", "much", "1PB", "1ib", "GB"])
-def test_an_invalid_size_is_a_usage_error(cli: Command, database: Path, text: str) -> None:
-    output = cli("store", "shrink", database, f"--max-bytes={text}")
-    assert (output.status, len(entries(database))) == (2, 1)
 
 
 def test_gc_keeps_blocks_that_chroma_refers_to(cli: Command, database: Path) -> None:
@@ -162,20 +150,6 @@ def test_gc_keeps_handles_of_server(cli: Command, database: Path, chroma_server:
     assert entries(database) == [entry]
 
 
-def test_gc_refuses_missing_chroma_folder(cli: Command, database: Path, tmp_path: Path) -> None:
-    output = cli("store", "gc", database, "--db", tmp_path / "typo")
-    assert (output.status, "has no Chroma database" in output.stderr) == (1, True)
-    assert not (tmp_path / "typo").exists()
-
-
-@pytest.mark.parametrize("grace", ["1y", "", "-1", "h"])
-def test_refuses_invalid_grace_periods(cli: Command, database: Path, grace: str) -> None:
-    assert cli("store", "gc", database, f"--grace={grace}").status == 2
-
-
-# -- addresses, namespaces, samples -----------------------------------------------------
-
-
 def test_store_may_be_folder_or_address(cli: Command, database: Path, tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
     shutil.move(database / "kv", elsewhere)
@@ -188,26 +162,6 @@ def test_store_may_be_folder_or_address(cli: Command, database: Path, tmp_path: 
         assert cli("store", "verify", name).status == 0
     kept = cli("store", "gc", database, "--grace", "0", "--json").json
     assert (kept["kept"], kept["deleted"]["count"]) == (1, 0)
-
-
-@pytest.mark.parametrize(
-    ("address", "message"),
-    [
-        ("memory:", "is a cache"),
-        ("redis://me:secret@127.0.0.1:1/0", "is a cache"),
-        ("file:///no/such/folder", "No such KV store"),
-        ("ftp://host/kv", "Unknown store address ftp://"),
-        ("s3:/bucket/kv", "two slashes"),
-    ],
-)
-@pytest.mark.parametrize("command", ["stats", "ls", "verify", "gc"])
-def test_stores_that_cannot_be_listed_are_refused(
-    cli: Command, command: str, address: str, message: str
-) -> None:
-    output = cli("store", command, address)
-    assert (output.status, output.stdout) == (1, "")
-    assert message in " ".join(output.stderr.split())
-    assert "secret" not in output.stderr
 
 
 def test_ls_shows_each_entry_on_a_line_or_as_one_object(cli: Command, database: Path) -> None:
@@ -238,15 +192,12 @@ def test_gc_by_time_to_live_needs_no_chroma(cli: Command, database: Path) -> Non
     assert entries(database) == [entry]
     refused = cli("store", "gc", database / "kv", "--ttl", "1m")
     assert (refused.status, "shorter than the grace period" in refused.stderr) == (1, True)
-    assert cli("store", "gc", database, "--ttl", "soon").status == 2
 
 
 def test_verify_reads_the_requested_sample(cli: Command, database: Path) -> None:
     add_orphan(database)
     found = cli("store", "verify", database, "--sample", "50%", "--json").json
     assert (found["sample"], found["ok"] + found["skipped"]) == (0.5, 2)
-    for share in ("0", "101%", "2", "half"):
-        assert cli("store", "verify", database, "--sample", share).status == 2
 
 
 def test_index_command_restores_the_passage_index(cli: Command, database: Path) -> None:

@@ -98,18 +98,3 @@ def test_every_option_reaches_the_config(cli: Command, runs: list[FinetuneConfig
             gradient_checkpointing=True,
         ),
     ]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("options", "status", "message"),
-    [
-        (("--learning-rate", 0), 1, "Invalid learning_rate 0.0: expected above 0"),
-        (("--batch-size", 0), 2, "--batch-size"),
-    ],
-)
-def test_an_invalid_setting_is_named(
-    cli: Command, runs: list[FinetuneConfig], options: tuple[object, ...], status: int, message: str
-) -> None:
-    output = cli("train", *LEAST, *options)
-    assert (output.status, runs) == (status, [])
-    assert message in output.stderr
