@@ -23,9 +23,8 @@ from tests.store.conftest import s3_url as s3_url
 
 @dataclass(frozen=True)
 class Output:
-    """Exit status and output of a command."""
+    """Output of a command."""
 
-    status: int
     stdout: str
     stderr: str
 
@@ -44,11 +43,15 @@ Command = Callable[..., Output]
 
 @pytest.fixture(scope="session")
 def cli() -> Command:
-    """Function that runs a command in this process. ``given``: standard input."""
+    """Function that runs a command in this process, and checks its exit status.
 
-    def run(*arguments: object, given: str | None = None) -> Output:
+    ``given``: Standard input. ``status``: Expected exit status.
+    """
+
+    def run(*arguments: object, given: str | None = None, status: int = 0) -> Output:
         result = CliRunner().invoke(app, [str(argument) for argument in arguments], input=given)
-        return Output(result.exit_code, result.stdout, result.stderr)
+        assert result.exit_code == status, result.stderr
+        return Output(result.stdout, result.stderr)
 
     return run
 
@@ -103,8 +106,7 @@ def filled(cli: Command, model: Path, tmp_path_factory: pytest.TempPathFactory) 
     folder = tmp_path_factory.mktemp("filled")
     text = folder / "tower.txt"
     text.write_text("Halden Tower is 214 metres high.\n", encoding="utf-8")
-    output = cli("ingest", text, "--db", folder / "db", "--model", model)
-    assert output.status == 0, output.stderr
+    cli("ingest", text, "--db", folder / "db", "--model", model)
     return folder / "db"
 
 

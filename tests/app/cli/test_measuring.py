@@ -20,7 +20,6 @@ def test_eval_scores_recipes_and_resumes(cli: Command, model: Path, tmp_path: Pa
     command = ("eval", "--model", model, "--data", data, "--recipes", "none",
                "--max-new-tokens", 2, "--output", records)  # fmt: skip
     report = cli(*command, "--json")
-    assert report.status == 0, report.stderr
     assert [row["mode"] for row in report.json["rows"]] == ["full", "none"]
     assert report.json["rows"][1]["samples"] == 2
     assert "cut off: 4 of 4 answers (2 in full, 2 in none)" in report.stderr
@@ -38,7 +37,6 @@ def test_eval_uses_format_of_checkpoint(cli: Command, model: Path, tmp_path: Pat
     data = write_jsonl(tmp_path / "data.jsonl", [record(1)])
     command = ("eval", "--data", data, "--max-new-tokens", 2, "--json")
     known, stock = cli(*command, "--model", copy), cli(*command, "--model", model)
-    assert known.status == stock.status == 0, known.stderr + stock.stderr
     assert known.json["settings"]["prompt_format"] == "llama3-block"
     said = "note: hxia7/Llama-3.2-1B-Block-FT: prompt format llama3-block, the one it was trained"
     assert known.stderr.count("prompt format") == 1
@@ -99,7 +97,6 @@ def test_eval_recommends_a_recipe_for_a_database(
     questions = write_jsonl(tmp_path / "questions.jsonl", lines)
     command = ("eval", "--db", database, "--questions", questions, "--max-new-tokens", 2)
     found = cli(*command, "--json")
-    assert found.status == 0, found.stderr
     names = ["full", "head+recompute:0.1", "fast"]
     assert [row["name"] for row in found.json["rows"]] == names
     assert found.json["rows"][1]["right"] is None
@@ -119,11 +116,9 @@ def test_plan_estimates_a_collection_without_weights(cli: Command, tmp_path: Pat
     shape_config("tiny").save_pretrained(tmp_path)
     command = ("plan", "--passages", 10, "--tokens", 100, "--model", tmp_path, "--tflops", 1)
     output = cli(*command, "--json")
-    assert output.status == 0, output.stderr
     assert output.json["passage_bytes"] == 100 * 256
     assert [tier["name"] for tier in output.json["tiers"]] == ["memory", "disk"]
     shown = cli(*command, "--gpu-memory", 1)
-    assert shown.status == 0, shown.stderr
     assert "all" in shown.stdout
     assert "gpu" in shown.stdout
 
@@ -149,5 +144,5 @@ def test_plan_without_the_gpu_needs_its_speed(
     cli: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    output = cli("plan", "--passages", 10, "--model", "8b", "--gpu-memory", 80)
-    assert (output.status, "--tflops" in output.stderr) == (1, True)
+    output = cli("plan", "--passages", 10, "--model", "8b", "--gpu-memory", 80, status=1)
+    assert "--tflops" in output.stderr

@@ -48,10 +48,8 @@ def test_a_repaired_database_is_queried_with_its_recipe(
     cli: Command, model: Path, documents: Path, questions: Path, tmp_path: Path
 ) -> None:
     db = tmp_path / "db"
-    ingested = cli("ingest", documents, "--db", db, "--model", model, "--recipe", "none", "--json")
-    assert ingested.status == 0, ingested.stderr
+    cli("ingest", documents, "--db", db, "--model", model, "--recipe", "none", "--json")
     output = cli("repair", "--db", db, "--questions", questions)
-    assert output.status == 0, output.stderr
     written, kept, divergence, agreement, right, use = output.stdout.splitlines()
     assert kept.startswith("Target: keep 95 % of full mode's answers. Kept: ")
     recipe = Recipe.load(db / "recipe")
@@ -81,7 +79,6 @@ def test_the_report_names_the_model_of_the_recipe(
     db = tmp_path / "db"
     cli("ingest", documents, "--db", db, "--model", model, "--dtype", "bfloat16")
     output = cli("repair", "--db", db, "--questions", questions, "--model", model)
-    assert output.status == 0, output.stderr
     assert output.stdout.splitlines()[-1].endswith(f"`ask --model {model}` now uses it.")
     asking = ("ask", "How high is it?", "--db", db, "--max-new-tokens", 2)
     assert "Skipped" not in cli(*asking, "--model", model).stderr
@@ -95,7 +92,6 @@ def test_blocks_encoded_with_other_recipes_are_deleted_from_the_database(
     before = set(DirectoryStore(db / "kv").keys())
     output = cli("repair", "--db", db, "--questions", questions, "--output", tmp_path / "r",
                  "--json")  # fmt: skip
-    assert output.status == 0, output.stderr
     assert set(DirectoryStore(db / "kv").keys()) == before
     assert output.json["encoded_passages"] is None
     assert output.json["output"] == str(tmp_path / "r")
@@ -107,7 +103,6 @@ def test_repairs_a_model(cli: Command, model: Path, questions: Path, tmp_path: P
     passages = lines(tmp_path / "passages.jsonl", PASSAGES)
     command = ("repair", "--model", model, "--passages", passages, "--questions", questions)
     output = cli(*command, "--output", tmp_path / "recipe")
-    assert output.status == 0, output.stderr
     folder = tmp_path / "recipe"
     assert f'Use it: recipe="{folder}"' in output.stdout
     assert f"--recipe {folder}" in output.stdout

@@ -33,12 +33,11 @@ def test_train_saves_a_fine_tuned_model(
     tuned = tmp_path / "tuned"
     command = ("train", "--model", model, "--data", data, "--output", tuned, "--batch-size", 2)
     output = cli(*command, "--json")
-    assert output.status == 0, output.stderr
     assert output.json["steps"] == 4
     assert cli("check", tuned, "--json").json["block_tuned"]
     data.write_text(data.read_text() + "{}\n", encoding="utf-8")
-    output = cli(*command[:-4], "--output", tmp_path / "other")
-    assert (output.status, "line 5" in output.stderr) == (1, True)
+    output = cli(*command[:-4], "--output", tmp_path / "other", status=1)
+    assert "line 5" in output.stderr
 
 
 @pytest.mark.parametrize("evaluated", [True, False])
