@@ -58,6 +58,7 @@ def folder(documents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         ("check --recipe bos --server http://127.0.0.1:9", 2, "--recipe requires MODEL"),
         ("check no/model --recipe nowhere", 1, "Found no recipe at nowhere"),
         ("check ./no/model", 1, "No such model"),
+        ("check no/model", 1, "a folder, a .gguf file, a hub id, 'bundled' or 'smollm2'."),
         ("demo --web --json", 2, "remove --json"),
         ("demo --web --db x --store y", 2, "remove --store"),
         (EVAL, 2, "Expected either --data FILE or --log FILE"),

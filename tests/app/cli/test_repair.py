@@ -16,14 +16,10 @@ from blockattn_rag.lab.repair import run, stages
 from blockattn_rag.prompts.formats import Passage
 from blockattn_rag.store import DirectoryStore
 from tests.app.cli.conftest import Command
+from tests.lab.evaluation.samples import write_jsonl
 from tests.lab.repair.runs import FAST, QUICK
 
 PASSAGES = [{"title": f"t{n}", "text": f"fact {n} is {n * 7 % 5}"} for n in range(6)]
-
-
-def lines(path: Path, records: list[dict[str, Any]]) -> Path:
-    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
-    return path
 
 
 @pytest.fixture(autouse=True)
@@ -41,14 +37,14 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def questions(tmp_path: Path) -> Path:
     records = [{"question": f"how high is tower {n}?", "answers": ["e", "a"]} for n in range(12)]
-    return lines(tmp_path / "questions.jsonl", records)
+    return write_jsonl(tmp_path / "questions.jsonl", records)
 
 
 def test_a_repaired_database_is_queried_with_its_recipe(
-    cli: Command, model: Path, documents: Path, questions: Path, tmp_path: Path
+    cli: Command, ingest: Command, questions: Path, tmp_path: Path
 ) -> None:
     db = tmp_path / "db"
-    cli("ingest", documents, "--db", db, "--model", model, "--recipe", "none", "--json")
+    ingest("--recipe", "none")
     output = cli("repair", "--db", db, "--questions", questions)
     written, kept, divergence, agreement, right, use = output.stdout.splitlines()
     assert kept.startswith("Target: keep 95 % of full mode's answers. Kept: ")
@@ -74,10 +70,10 @@ def test_a_repaired_database_is_queried_with_its_recipe(
 
 
 def test_the_report_names_the_model_of_the_recipe(
-    cli: Command, model: Path, documents: Path, questions: Path, tmp_path: Path
+    cli: Command, ingest: Command, model: Path, questions: Path, tmp_path: Path
 ) -> None:
     db = tmp_path / "db"
-    cli("ingest", documents, "--db", db, "--model", model, "--dtype", "bfloat16")
+    ingest("--dtype", "bfloat16")
     output = cli("repair", "--db", db, "--questions", questions, "--model", model)
     assert output.stdout.splitlines()[-1].endswith(f"`ask --model {model}` now uses it.")
     asking = ("ask", "How high is it?", "--db", db, "--max-new-tokens", 2)
@@ -85,10 +81,10 @@ def test_the_report_names_the_model_of_the_recipe(
 
 
 def test_blocks_encoded_with_other_recipes_are_deleted_from_the_database(
-    cli: Command, model: Path, documents: Path, questions: Path, tmp_path: Path
+    cli: Command, ingest: Command, questions: Path, tmp_path: Path
 ) -> None:
     db = tmp_path / "db"
-    cli("ingest", documents, "--db", db, "--model", model)
+    ingest()
     before = set(DirectoryStore(db / "kv").keys())
     output = cli("repair", "--db", db, "--questions", questions, "--output", tmp_path / "r",
                  "--json")  # fmt: skip
@@ -100,7 +96,7 @@ def test_blocks_encoded_with_other_recipes_are_deleted_from_the_database(
 
 
 def test_repairs_a_model(cli: Command, model: Path, questions: Path, tmp_path: Path) -> None:
-    passages = lines(tmp_path / "passages.jsonl", PASSAGES)
+    passages = write_jsonl(tmp_path / "passages.jsonl", PASSAGES)
     command = ("repair", "--model", model, "--passages", passages, "--questions", questions)
     output = cli(*command, "--output", tmp_path / "recipe")
     folder = tmp_path / "recipe"

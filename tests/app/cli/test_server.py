@@ -15,10 +15,10 @@ from tests.recipes import recipe_of
 
 
 def test_a_database_is_ingested_and_asked_through_a_server(
-    cli: Command, server: FakeServer, model: Path, documents: Path, tmp_path: Path
+    cli: Command, ingest: Command, server: FakeServer, model: Path, documents: Path, tmp_path: Path
 ) -> None:
     db, here = tmp_path / "db", tmp_path / "here"
-    made = cli("ingest", documents, "--db", db, "--model", model, "--server", server.url, "--json")
+    made = ingest("--server", server.url, "--json")
     expected = cli("ingest", documents, "--db", here, "--model", model, "--json").json
     same = ("passages", "computed", "computed_tokens", "stored_bytes", "fingerprint", "recipe")
     assert {name: made.json[name] for name in same} == {name: expected[name] for name in same}
@@ -40,47 +40,43 @@ def test_a_database_is_ingested_and_asked_through_a_server(
 
 
 def test_several_servers_share_an_ingestion_and_a_stopped_one_is_skipped(
-    cli: Command, server: FakeServer, loaded: BlockModel, model: Path, documents: Path,
-    tmp_path: Path,
-) -> None:  # fmt: skip
-    stopped, db = "http://127.0.0.1:9", tmp_path / "db"
+    cli: Command, ingest: Command, server: FakeServer, loaded: BlockModel, tmp_path: Path
+) -> None:
     with FakeServer(loaded, server.engine.store, api_key="the-secret").listening() as second:
-        servers = ("--server", stopped, "--server", server.url, "--server", second.url)
-        made = cli("ingest", documents, "--db", db, "--model", model, *servers, "--json")
-        assert made.json["servers"] == [stopped, server.url, second.url]
-        assert made.json["computed"] > 0
-        cli("ask", "How high?", "--db", db, "--max-new-tokens", 2)
+        urls = ["http://127.0.0.1:9", server.url, second.url]
+        made = ingest(*(word for url in urls for word in ("--server", url)), "--json").json
+        assert made["servers"] == urls
+        assert made["computed"] > 0
+        cli("ask", "How high?", "--db", tmp_path / "db", "--max-new-tokens", 2)
 
 
 def test_an_interrupted_ingestion_is_resumed_from_its_journal(
-    cli: Command, server: FakeServer, model: Path, documents: Path, tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    db = tmp_path / "db"
+    ingest: Command, server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal, command = tmp_path / "db" / "journal", ("--server", server.url, "--json")
 
     def interrupt(*_: object) -> None:
         raise OSError("The disk is full")
 
-    command = ("ingest", documents, "--db", db, "--model", model, "--server", server.url, "--json")
     with monkeypatch.context() as interrupted:
         interrupted.setattr("blockattn_rag.app.rag.ingest.synchronize", interrupt)
-        cli(*command, status=1)
-    assert [*(db / "journal").iterdir()]
+        ingest(*command, status=1)
+    assert [*journal.iterdir()]
     sent = len(server.bodies(ENCODE))
-    resumed = cli(*command).json
+    resumed = ingest(*command).json
     assert (resumed["computed"], resumed["added"]) == (0, resumed["passages"])
     assert len(server.bodies(ENCODE)) == sent, "expected no look-up of recorded passages"
-    assert not (db / "journal").exists()
-    assert cli(*command).json["reused"] == resumed["reused"]
+    assert not journal.exists()
+    assert ingest(*command).json["reused"] == resumed["reused"]
     assert len(server.bodies(ENCODE)) > sent, "expected a complete ingestion to be looked up again"
 
 
 def test_a_recipe_that_differs_from_the_servers_is_refused(
-    cli: Command, server: FakeServer, loaded: BlockModel, model: Path, documents: Path,
+    cli: Command, ingest: Command, server: FakeServer, loaded: BlockModel, documents: Path,
     tmp_path: Path,
 ) -> None:  # fmt: skip
     db, recipe = tmp_path / "db", tmp_path / "recipe"
-    cli("ingest", documents, "--db", db, "--model", model, "--recipe", "head:4")
+    ingest("--recipe", "head:4")
     cli("ingest", documents, "--db", db, "--server", server.url)
     recipe_of(loaded).save(recipe)
     asking = ("ask", "How high?", "--db", db, "--max-new-tokens", 2)
