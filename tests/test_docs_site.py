@@ -21,9 +21,7 @@ def configured(folder: Path, address: str) -> SimpleNamespace:
     return hook(config)  # type: ignore[no-any-return]
 
 
-def test_the_repository_address_determines_edit_links_and_site_address(
-    tmp_path: Path,
-) -> None:
+def test_the_repository_address_determines_edit_links_and_site_address(tmp_path: Path) -> None:
     config = configured(tmp_path, "https://github.com/Owner/name/")
     assert config.repo_url == "https://github.com/Owner/name"
     assert (config.repo_name, config.edit_uri) == ("Owner/name", "edit/main/docs/")

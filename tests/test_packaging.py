@@ -45,9 +45,7 @@ def test_packaged_readme_links_are_absolute(portable: Callable[[str, str, str], 
     assert [target for target in targets if not target.startswith(("https:", "#"))] == []
 
 
-def test_links_of_a_readme_in_a_folder_lead_to_the_repository(
-    portable: Callable[..., str],
-) -> None:
+def test_links_of_a_readme_in_a_folder_lead_to_the_repository(portable: Callable[..., str]) -> None:
     text = portable("[a](../../docs/b.md#c)", "https://h/o/n", "2.0", "packages/name")
     assert text == "[a](https://h/o/n/blob/v2.0/docs/b.md#c)"
 

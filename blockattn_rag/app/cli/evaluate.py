@@ -9,12 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import RenderableType
 
-from blockattn_rag.app.cli.options import (
-    MODEL_HELP,
-    DtypeOption,
-    KVDtypeOption,
-    MaxNewTokensOption,
-)
+from blockattn_rag.app.cli.options import MODEL_HELP, DtypeOption, KVDtypeOption, MaxNewTokensOption
 from blockattn_rag.app.cli.output import count, duration, emit, note, percent, table
 from blockattn_rag.app.cli.progress import stage_progress, waiting
 from blockattn_rag.app.rag.ask import TOP_K
@@ -51,8 +46,7 @@ _ANSWERS_LEGEND = (
 def evaluate(
     model: Annotated[str | None, typer.Option(help=MODEL_HELP, callback=existing_model)] = None,
     db: Annotated[
-        Path | None,
-        typer.Option(help="Database folder, created by `ingest`. Needs --questions."),
+        Path | None, typer.Option(help="Database folder, created by `ingest`. Needs --questions.")
     ] = None,
     questions: Annotated[
         Path | None,

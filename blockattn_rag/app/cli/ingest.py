@@ -95,12 +95,10 @@ def ingest(
         ),
     ] = None,
     dtype: Annotated[
-        str | None,
-        typer.Option(help=f"{DTYPE_HELP} Default: the database's, or auto."),
+        str | None, typer.Option(help=f"{DTYPE_HELP} Default: the database's, or auto.")
     ] = None,
     kv_dtype: Annotated[
-        KVDtypeName | None,
-        typer.Option(help=f"{KV_DTYPE_HELP} Default: the database's, or model."),
+        KVDtypeName | None, typer.Option(help=f"{KV_DTYPE_HELP} Default: the database's, or model.")
     ] = None,
     server: Annotated[
         list[str] | None,

@@ -19,12 +19,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from blockattn_rag.app.rag.names import (
-    HASHING,
-    absolute_embedding,
-    check_recipe,
-    load_embedding,
-)
+from blockattn_rag.app.rag.names import HASHING, absolute_embedding, check_recipe, load_embedding
 from blockattn_rag.engine.outline import STOCK, STOCK_SOURCE, TEXT_FORMS, RecipeOutline
 from blockattn_rag.errors import DatabaseError
 from blockattn_rag.files import write_json

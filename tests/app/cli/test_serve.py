@@ -45,8 +45,7 @@ def server(
 
 
 @pytest.mark.parametrize(
-    ("launcher", "number", "status"),
-    [([], signal.SIGINT, 130), (["nohup"], signal.SIGTERM, 0)],
+    ("launcher", "number", "status"), [([], signal.SIGINT, 130), (["nohup"], signal.SIGTERM, 0)]
 )
 def test_a_served_model_is_checked_and_stopped_by_a_signal(
     server: FakeServer, vllm: FakeVllm, loaded: BlockModel, model: Path, port: int, tmp_path: Path,
