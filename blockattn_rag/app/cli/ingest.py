@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -28,7 +30,7 @@ from blockattn_rag.app.rag.database import (
     stored_collection,
 )
 from blockattn_rag.app.rag.documents import load_documents
-from blockattn_rag.app.rag.ingest import Estimate, ingest_documents
+from blockattn_rag.app.rag.ingest import ingest_documents
 from blockattn_rag.app.rag.names import HASHING, MINILM, existing_model
 from blockattn_rag.app.rag.passages import (
     all_sources,
@@ -39,6 +41,10 @@ from blockattn_rag.app.rag.passages import (
 )
 from blockattn_rag.engine.outline import STOCK
 from blockattn_rag.store.namespaces import check_namespace
+
+if TYPE_CHECKING:
+    from blockattn_rag.engine.engine import BlockAttentionEngine
+    from blockattn_rag.prompts.blocks import Block
 
 INACCESSIBLE = 3
 """Exit status if files or folders could not be opened, but everything else was ingested."""
@@ -144,7 +150,10 @@ def ingest(
         database = Database.create(db, settings)
     with stages() as report_progress:
         report = ingest_documents(
-            database, loaded.documents, on_progress=report_progress, on_estimate=_show_estimate
+            database,
+            loaded.documents,
+            on_progress=report_progress,
+            before_encoding=lambda blocks: _show_estimate(database.engine, blocks),
         )
     unread = {str(file) for file in (*dict(loaded.skipped), *loaded.links)}
     orphaned = orphaned_sources(database.collection, unread)
@@ -188,27 +197,53 @@ def ingest(
         raise typer.Exit(INACCESSIBLE)
 
 
-def _show_estimate(work: Estimate) -> None:
-    where = f" in {work.folder}, {size(work.free_bytes)} free" if work.free_bytes else ""
-    takes = "" if work.seconds is None else f", about {duration(work.seconds)}"
-    note(
-        f"{count(work.new_blocks, 'passage')} of {count(work.new_tokens, 'token')} to encode: "
-        f"about {size(work.new_bytes)} of keys and values{where}{takes}"
+def _show_estimate(engine: BlockAttentionEngine, blocks: Sequence[Block]) -> None:
+    """Print the estimated work of encoding blocks, and check that they fit on the disk.
+
+    If the store is not a folder, all blocks count as new, because each lookup is a request.
+    """
+    from blockattn_rag.lab.planning import footprint, measured_operations_per_s, prefill_flops
+    from blockattn_rag.store import DirectoryStore
+
+    model, store = engine.model, engine.store
+    distinct = {block.handle: block for block in blocks}.values()
+    folder = store.path if isinstance(store, DirectoryStore) else None
+    new = [block for block in distinct if folder is None or not engine.contains(block)]
+    if not new:
+        return
+    sizes = [len(model.tokenizer.block_ids(block, first=False)) for block in new]
+    config = model.config.get_text_config(decoder=True)
+    new_bytes, int8_bytes = (
+        sum(map(footprint(config, model.dtype, kind).block_bytes, sizes))
+        for kind in (engine.kv_dtype, "int8")
     )
-    rate = work.new_bytes / work.new_text_bytes
+    where = takes = ""
+    free_bytes = None
+    if folder is not None:
+        existing = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+        free_bytes = shutil.disk_usage(existing).free
+        where = f" in {folder}, {size(free_bytes)} free"
+    if hasattr(config, "intermediate_size"):
+        speed = measured_operations_per_s(model.dtype, model.device.type)
+        takes = f", about {duration(sum(prefill_flops(config, n) for n in sizes) / speed)}"
+    note(
+        f"{count(len(new), 'passage')} of {count(sum(sizes), 'token')} to encode: about "
+        f"{size(new_bytes)} of keys and values{where}{takes}"
+    )
+    rate = new_bytes / sum(len(block.text.encode()) for block in new)
     note(f"1 MB of such text takes about {size(rate * 1_000_000)} with this model")
-    saves = work.int8_bytes < work.new_bytes
-    if work.free_bytes is not None and work.new_bytes > work.free_bytes:
-        int8 = f" (int8 takes {size(work.int8_bytes)}: --kv-dtype int8)" if saves else ""
+    saves = int8_bytes < new_bytes
+    if free_bytes is not None and new_bytes > free_bytes:
+        int8 = f" (int8 takes {size(int8_bytes)}: --kv-dtype int8)" if saves else ""
         raise ValueError(
-            f"{work.folder} has {size(work.free_bytes)} free, but the keys and values of "
-            f"{work.new_blocks:,} passages take about {size(work.new_bytes)}{int8}; free up space, "
-            "ingest fewer files, or use another folder"
+            f"{folder} has {size(free_bytes)} free, but the keys and values of {len(new):,} "
+            f"passages take about {size(new_bytes)}{int8}; free up space, ingest fewer files, or "
+            "use another folder"
         )
-    if work.new_bytes >= LARGE_BYTES and saves:
+    if new_bytes >= LARGE_BYTES and saves:
         note(
-            f"note: with --kv-dtype int8 they would take about {size(work.int8_bytes)}, with "
-            "nearly the same answers"
+            f"note: with --kv-dtype int8 they would take about {size(int8_bytes)}, with nearly the "
+            "same answers"
         )
 
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import blockattn_rag.llama_index as adapter
@@ -20,7 +18,6 @@ from blockattn_rag.prompts.blocks import Block, handle_of
 if TYPE_CHECKING:
     from llama_index.core.schema import BaseNode, Document
 
-    from blockattn_rag.engine.engine import BlockAttentionEngine
 
 _ADD_BATCH = 128
 """Passages per embedding batch. An interruption loses at most one batch."""
@@ -51,7 +48,7 @@ def ingest_documents(
     documents: Sequence[Document],
     *,
     on_progress: Callable[[str, int, int], None] = lambda *_: None,
-    on_estimate: Callable[[Estimate], None] = lambda _: None,
+    before_encoding: Callable[[Sequence[Block]], None] = lambda _: None,
 ) -> IngestReport:
     """Split documents, encode the passages, and add new passages to Chroma. Idempotent.
 
@@ -61,7 +58,7 @@ def ingest_documents(
 
     Args:
         documents: Documents with ``metadata["source"]``.
-        on_estimate: Called with an estimate before passages are encoded by a model in this process.
+        before_encoding: Called with the blocks, unless the model runs on a server.
     """
     from llama_index.core.node_parser import SentenceSplitter
 
@@ -87,8 +84,7 @@ def ingest_documents(
         tick = partial(on_progress, "encoding characters of passages")
         stats = pool.encode([block.text for block in blocks], on_progress=tick)
     else:
-        if (work := estimate(database.engine, blocks)) is not None:
-            on_estimate(work)
+        before_encoding(blocks)
         tick = partial(on_progress, "encoding tokens of passages")
         stats = database.engine.precompute(blocks, on_progress=tick)
         llm = adapter.BlockAttentionLLM(engine=database.engine, block_template=database.template)
@@ -147,56 +143,3 @@ def synchronize(
     stale = sorted(existing - {node.node_id for node in passages})
     delete_passages(collection, stale)
     return len(new), len(stale)
-
-
-@dataclass(frozen=True, slots=True)
-class Estimate:
-    """Estimated work of an ingestion."""
-
-    new_blocks: int
-    new_tokens: int
-    new_text_bytes: int
-    new_bytes: int
-    int8_bytes: int
-    seconds: float | None
-    folder: Path | None
-    free_bytes: int | None
-
-
-def estimate(engine: BlockAttentionEngine, blocks: Sequence[Block]) -> Estimate | None:
-    """Estimate the work of encoding blocks. None if all are stored.
-
-    If the store is not a folder, all blocks count as new, because each lookup is a request.
-    """
-    from blockattn_rag.lab.planning import footprint, measured_operations_per_s, prefill_flops
-    from blockattn_rag.store import DirectoryStore
-
-    model, store = engine.model, engine.store
-    distinct = {block.handle: block for block in blocks}.values()
-    folder = store.path if isinstance(store, DirectoryStore) else None
-    new = [block for block in distinct if folder is None or not engine.contains(block)]
-    if not new:
-        return None
-    sizes = [len(model.tokenizer.block_ids(block, first=False)) for block in new]
-    config = model.config.get_text_config(decoder=True)
-    new_bytes, int8_bytes = (
-        sum(map(footprint(config, model.dtype, kind).block_bytes, sizes))
-        for kind in (engine.kv_dtype, "int8")
-    )
-    seconds = free_bytes = None
-    if hasattr(config, "intermediate_size"):
-        speed = measured_operations_per_s(model.dtype, model.device.type)
-        seconds = sum(prefill_flops(config, size) for size in sizes) / speed
-    if folder is not None:
-        existing = next(place for place in (folder, *folder.absolute().parents) if place.exists())
-        free_bytes = shutil.disk_usage(existing).free
-    return Estimate(
-        new_blocks=len(new),
-        new_tokens=sum(sizes),
-        new_text_bytes=sum(len(block.text.encode()) for block in new),
-        new_bytes=new_bytes,
-        int8_bytes=int8_bytes,
-        seconds=seconds,
-        folder=folder,
-        free_bytes=free_bytes,
-    )

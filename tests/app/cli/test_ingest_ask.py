@@ -4,14 +4,11 @@ import json
 import re
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from blockattn_rag.app.cli.output import size
-from blockattn_rag.app.rag.database import MANIFEST, Database, Manifest
-from blockattn_rag.app.rag.documents import load_documents
-from blockattn_rag.app.rag.ingest import Estimate, ingest_documents
+from blockattn_rag.app.rag.database import MANIFEST
 from blockattn_rag.llama_index import BlockAttentionLLM
 from blockattn_rag.model import BlockModel
 from blockattn_rag.store import DirectoryStore
@@ -240,37 +237,27 @@ def test_a_failed_ingestion_saves_neither_model_nor_embedding(
     assert (report["added"], report["embedding"]) == (2, "hashing")
 
 
-def test_ingest_prints_an_estimate_of_the_work(ingest: Command, tmp_path: Path) -> None:
-    output = ingest("--json")
+@pytest.mark.parametrize("kv_dtype", ["model", "int8"])
+def test_ingest_prints_an_exact_estimate_of_the_work(
+    ingest: Command, tmp_path: Path, kv_dtype: str
+) -> None:
+    output = ingest("--kv-dtype", kv_dtype, "--json")
+    tokens, nbytes = output.json["computed_tokens"], output.json["stored_bytes"]
     [line] = [line for line in output.stderr.splitlines() if " to encode: about " in line]
-    assert line.startswith(f"2 passages of {output.json['computed_tokens']} tokens to encode: ")
-    assert f" of keys and values in {tmp_path / 'db' / 'kv'}, " in line
+    assert line.startswith(f"2 passages of {tokens} tokens to encode: about {size(nbytes)} of keys")
+    assert f" and values in {tmp_path / 'db' / 'kv'}, " in line
     assert " free, about " in line
     text = "Halden Tower is 214 metres high." + "# Rivers\n\nThe Ossa River is long."
     [rate] = re.findall(r"1 MB of such text takes about ([\d.]+ \w+) with", output.stderr)
-    assert rate == size(output.json["stored_bytes"] / len(text) * 1e6)
+    assert rate == size(nbytes / len(text) * 1e6)
     assert " to encode: " not in ingest().stderr  # everything is stored
-
-
-@pytest.mark.parametrize("kv_dtype", ["model", "int8"])
-def test_the_estimate_of_the_size_is_exact(
-    kv_dtype: Any, documents: Path, model: Path, tmp_path: Path
-) -> None:
-    estimates: list[Estimate] = []
-    wanted = Manifest(str(model), kv_dtype=kv_dtype)
-    database = Database.create(tmp_path / "db", wanted)
-    loaded = load_documents([documents])
-    report = ingest_documents(database, loaded.documents, on_estimate=estimates.append)
-    [found] = estimates
-    assert found.new_blocks == 2
-    assert (found.new_tokens, found.new_bytes) == (report.computed_tokens, report.stored_bytes)
 
 
 def test_an_ingestion_that_exceeds_the_free_disk_space_is_refused(
     ingest: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = shutil.disk_usage(tmp_path)._replace(free=1000)
-    monkeypatch.setattr("blockattn_rag.app.rag.ingest.shutil.disk_usage", lambda _: usage)
+    monkeypatch.setattr("blockattn_rag.app.cli.ingest.shutil.disk_usage", lambda _: usage)
     output = ingest(status=1)
     assert "free, but the keys and values of 2 passages take about " in output.stderr
     assert "--kv-dtype int8" in output.stderr
