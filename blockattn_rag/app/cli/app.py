@@ -75,9 +75,10 @@ class _OneLineErrors(TyperGroup):
 
 
 def _message(error: Exception) -> str:
-    package = (getattr(error, "name", None) or "").partition(".")[0]
-    if isinstance(error, ModuleNotFoundError) and package in _EXTRA_OF:
-        return f"This command needs {missing_extra(package, _EXTRA_OF[package])}"
+    if isinstance(error, ModuleNotFoundError):
+        package = (error.name or "").partition(".")[0]
+        if package in _EXTRA_OF:
+            return f"This command needs {missing_extra(package, _EXTRA_OF[package])}"
     expected = (BlockAttnError, OSError, ValueError, TypeError, ImportError)
     text = " ".join(str(error).split())
     if isinstance(error, expected) and text:
@@ -161,7 +162,7 @@ class _ToStderr(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         is_warning = record.levelno >= logging.WARNING
-        is_note = record.name == "blockattn_rag.app.rag" and is_warning
-        is_note = is_note or record.name == _DEQUANTIZING
-        origin = "note" if is_note else f"{record.levelname} {record.name}"
-        note(f"{origin}: {record.getMessage()}")
+        if record.name == _DEQUANTIZING or (record.name == "blockattn_rag.app.rag" and is_warning):
+            note(f"note: {record.getMessage()}")
+        else:
+            note(f"{record.levelname} {record.name}: {record.getMessage()}")

@@ -213,10 +213,11 @@ def _show_estimate(engine: BlockAttentionEngine, blocks: Sequence[Block]) -> Non
         return
     sizes = [len(model.tokenizer.block_ids(block, first=False)) for block in new]
     config = model.config.get_text_config(decoder=True)
-    new_bytes, int8_bytes = (
-        sum(map(footprint(config, model.dtype, kind).block_bytes, sizes))
-        for kind in (engine.kv_dtype, "int8")
-    )
+
+    def stored_bytes(kv_dtype: KVDtypeName) -> int:
+        return sum(map(footprint(config, model.dtype, kv_dtype).block_bytes, sizes))
+
+    new_bytes, int8_bytes = stored_bytes(engine.kv_dtype), stored_bytes("int8")
     where = takes = ""
     free_bytes = None
     if folder is not None:
