@@ -105,12 +105,8 @@ def ask(
         raise typer.BadParameter("--compare answers in both modes; remove --mode")
     if compare and is_conversation:
         raise typer.BadParameter("--compare requires a QUESTION", param_hint="QUESTION")
-    variables = {}
-    if chat_template_kwargs is not None:
-        variables = _object(chat_template_kwargs, "--chat-template-kwargs", _VARIABLES)
-    answer_schema = None
-    if schema is not None:
-        answer_schema = _object(schema.read_bytes(), "--schema", _SCHEMA)
+    variables = _object(chat_template_kwargs, "--chat-template-kwargs", _VARIABLES)
+    answer_schema = _object(schema and schema.read_bytes(), "--schema", _SCHEMA)
     with waiting("loading the model"):
         database = Database.open(db, model=model, recipe=recipe, remembers=not compare)
         database.require_passages()
@@ -139,7 +135,9 @@ def ask(
         emit(answer.to_dict(), "", *sources(answer), reuse_figures(answer))
 
 
-def _object(text: str | bytes, option: str, example: str) -> dict[str, Any]:
+def _object(text: str | bytes | None, option: str, example: str) -> dict[str, Any] | None:
+    if text is None:
+        return None
     try:
         value = json.loads(text)
     except ValueError as error:  # Includes UnicodeDecodeError.

@@ -206,16 +206,7 @@ def show_database(db: Path, questions: Path, model: str | None, max_new_tokens: 
         report = evaluate_collection(
             database.engine, asked, max_new_tokens=max_new_tokens, on_progress=tick
         )
-    legend = _DATABASE_LEGEND + (_ANSWERS_LEGEND if report.with_answers else ())
-    emit(
-        report.to_dict(),
-        _database_table(f"{db} on {questions.name}", report),
-        *legend,
-        verdict(report),
-    )
-
-
-def _database_table(title: str, report: CollectionReport) -> RenderableType:
+    legend: tuple[str, ...] = _DATABASE_LEGEND
     columns = ["", "agree (95 %)", "KL (95 %)", "first token", "times sooner"]
     rows = [
         [
@@ -228,10 +219,12 @@ def _database_table(title: str, report: CollectionReport) -> RenderableType:
         for row in report.rows
     ]
     if of := report.with_answers:
+        legend += _ANSWERS_LEGEND
         columns += ["right", "kept", "gain"]
         for cells, row in zip(rows, report.rows, strict=True):
             cells += [f"{row.right} of {of}", str(row.kept), percent(report.gain(row))]
-    return table(f"{title}, {count(report.questions, 'question')}", columns, rows)
+    title = f"{db} on {questions.name}, {count(report.questions, 'question')}"
+    emit(report.to_dict(), table(title, columns, rows), *legend, verdict(report))
 
 
 def verdict(report: CollectionReport) -> str:

@@ -5,16 +5,13 @@ from __future__ import annotations
 import shutil
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from blockattn_rag.app.cli.options import KVDtypeOption
 from blockattn_rag.app.cli.output import count, duration, emit, size, table
 from blockattn_rag.app.rag.names import existing_model
-
-if TYPE_CHECKING:
-    from blockattn_rag.lab.planning import Machine
 
 GIB = 1 << 30
 _DEVICE_BYTES_PER_S = {"cpu": 10e9, "cuda": 2e12}
@@ -59,10 +56,26 @@ def plan(
     """
     if tflops is not None and tflops <= 0:
         raise typer.BadParameter(f"Found {tflops:g}, expected above 0", param_hint="--tflops")
-    config, kind = _config(model, dtype, on_gpu=gpu_memory is not None)
-    machine = _machine(kind, gpu_memory, memory, tflops)
-    from blockattn_rag.lab.planning import plan_capacity
+    import psutil
+    import torch
 
+    from blockattn_rag.lab.planning import Machine, measured_operations_per_s, plan_capacity
+
+    on_gpu = gpu_memory is not None
+    device = "cuda" if on_gpu else "cpu"
+    config, kind = _config(model, dtype, on_gpu=on_gpu)
+    if tflops is None and on_gpu and not torch.cuda.is_available():
+        raise ValueError(
+            "--gpu-memory was passed, but there is no GPU to measure: also pass --tflops, the "
+            "GPU's speed in practice (about 600 for an H100 in bfloat16, 100 for an RTX 4090)."
+        )
+    machine = Machine(
+        memory_bytes=psutil.virtual_memory().total if memory is None else int(memory * GIB),
+        disk_bytes=shutil.disk_usage(Path.cwd()).free,
+        gpu_bytes=None if gpu_memory is None else int(gpu_memory * GIB),
+        operations_per_s=1e12 * tflops if tflops else measured_operations_per_s(kind, device),
+        device_bytes_per_s=_DEVICE_BYTES_PER_S[device],
+    )
     estimate = plan_capacity(
         config, kind, machine,
         passages=passages, passage_tokens=tokens, top_k=top_k, kv_dtype=kv_dtype,
@@ -113,27 +126,3 @@ def _config(model: str, dtype: str | None, *, on_gpu: bool) -> tuple[Any, Any]:
     if dtype:
         return config, floating_type(dtype)
     return config, (config.dtype or torch.bfloat16) if on_gpu else torch.float32
-
-
-def _machine(
-    dtype: Any, gpu_memory: float | None, memory: float | None, tflops: float | None
-) -> Machine:
-    import psutil
-    import torch
-
-    from blockattn_rag.lab.planning import Machine, measured_operations_per_s
-
-    on_gpu = gpu_memory is not None
-    device = "cuda" if on_gpu else "cpu"
-    if tflops is None and on_gpu and not torch.cuda.is_available():
-        raise ValueError(
-            "--gpu-memory was passed, but there is no GPU to measure: also pass --tflops, the "
-            "GPU's speed in practice (about 600 for an H100 in bfloat16, 100 for an RTX 4090)."
-        )
-    return Machine(
-        memory_bytes=psutil.virtual_memory().total if memory is None else int(memory * GIB),
-        disk_bytes=shutil.disk_usage(Path.cwd()).free,
-        gpu_bytes=None if gpu_memory is None else int(gpu_memory * GIB),
-        operations_per_s=1e12 * tflops if tflops else measured_operations_per_s(dtype, device),
-        device_bytes_per_s=_DEVICE_BYTES_PER_S[device],
-    )

@@ -28,7 +28,6 @@ _EMBEDDING_SIZE = 1024
 _EMBEDDED_AT_ONCE = 512
 _LINE = '.jsonl or .jsonl.gz, one per line: {"title": "...", "text": "..."}'
 _ENCODED_AT_ONCE = 64
-_DATABASE_FORMAT = "ask"
 RECIPE_FOLDER = "recipe"  # Duplicated, because importing store/directory.py would load torch.
 
 
@@ -147,7 +146,7 @@ def _of_database(db: Path, model: str | None, questions: Path | None, output: Pa
     database.require_passages()
     material = Material(
         prompt=prompt_maker(database),
-        prompt_format=_DATABASE_FORMAT,
+        prompt_format="ask",
         passages=[Passage("", text) for text in all_passages(database.collection)],
         nearest=nearest,
         questions=read_questions(questions, nearest, LIMITS.passages) if questions else None,

@@ -124,7 +124,13 @@ class Assistant:
             history: Earlier turns, oldest first. Passages are retrieved for this question and the
                 previous one.
         """
-        _check_text(question)
+        try:
+            question.encode()
+        except UnicodeEncodeError as error:  # Python decodes invalid bytes as lone surrogates.
+            raise ValueError(
+                f"Invalid UTF-8 in the question, after {error.start} characters of "
+                f"{question[:80]!a}; convert the input, or set the terminal's encoding"
+            ) from error
         started = time.perf_counter()
         pieces: list[str] = []
         waited_s = 0.0
@@ -156,7 +162,16 @@ class Assistant:
         return AssistantAnswer(
             question=question,
             answer=text,
-            sources=tuple(map(_source, nodes)),
+            sources=tuple(
+                Source(
+                    source=str(hit.node.metadata.get(SOURCE_KEY, "")),
+                    page=str(hit.node.metadata.get("page_label", "")),
+                    title=str(hit.node.metadata.get("title", "")),
+                    text=hit.node.get_content(),
+                    score=hit.score,
+                )
+                for hit in nodes
+            ),
             stats=stats,
             finish_reason=finish_reason,
             waited_s=waited_s,
@@ -275,32 +290,11 @@ def with_history(
     return "Earlier questions and answers:\n" + "\n".join(kept) + f"\n\nThis question: {question}"
 
 
-def _check_text(question: str) -> None:
-    try:
-        question.encode()
-    except UnicodeEncodeError as error:  # Python decodes invalid bytes as lone surrogates
-        raise ValueError(
-            f"Invalid UTF-8 in the question, after {error.start} characters of {question[:80]!a}; "
-            "convert the input, or set the terminal's encoding"
-        ) from error
-
-
 def _total(mode: Mode, calls: Sequence[Any]) -> ReuseStats:
     used = [ReuseStats.from_dict(call["usage"]) for call in calls] or [ReuseStats(mode)]
     total, last = sum(used, ReuseStats(mode)), used[-1]
     ttft_s = total.total_s - last.total_s + last.ttft_s
     return replace(total, ttft_s=ttft_s, recipe=last.recipe)
-
-
-def _source(hit: NodeWithScore) -> Source:
-    node = hit.node
-    return Source(
-        source=str(node.metadata.get(SOURCE_KEY, "")),
-        page=str(node.metadata.get("page_label", "")),
-        title=str(node.metadata.get("title", "")),
-        text=node.get_content(),
-        score=hit.score,
-    )
 
 
 @contextlib.contextmanager

@@ -265,10 +265,10 @@ def has_passages(path: Path, manifest: Manifest) -> bool:
 
 
 def _has_collection(path: Path, manifest: Manifest) -> bool:
-    if not (path / _CHROMA / _CHROMA_FILE).is_file():
-        return False
-    collections = chroma_client(path / _CHROMA).list_collections()
-    return manifest.collection in [collection.name for collection in collections]
+    chroma = path / _CHROMA
+    return (chroma / _CHROMA_FILE).is_file() and manifest.collection in {
+        collection.name for collection in chroma_client(chroma).list_collections()
+    }
 
 
 def stored_collection(path: Path) -> Collection:
