@@ -192,7 +192,7 @@ def test_warnings_are_escaped_and_printed_once(
 
     monkeypatch.setattr("blockattn_rag.app.cli.ask.Database.open", warn)
     for _ in range(2):
-        output = cli("ask", "What?", "--db", tmp_path)
+        output = cli("ask", "What?", "--db", tmp_path, status=1)
     assert output.stderr == ("WARNING blockattn_rag: an entry of \\x1b[31mred\nerror: done\n")
 
 

@@ -43,7 +43,7 @@ def test_failed_row_exits_1(cli: Command, model: Path, monkeypatch: pytest.Monke
     )
     output = cli("check", model, status=1)
     assert "NOT usable in block mode" in output.stdout
-    assert cli("check", model, "--json").json["rows"][0]["budget"] is None
+    assert cli("check", model, "--json", status=1).json["rows"][0]["budget"] is None
 
 
 def test_a_server_is_checked_in_both_modes(cli: Command, server: FakeServer) -> None:
