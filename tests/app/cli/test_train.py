@@ -88,6 +88,7 @@ def test_every_option_reaches_the_config(cli: Command, runs: list[FinetuneConfig
     output = cli(
         "train", *LEAST, "--data", "b", "--eval-data", "c", "--epochs", 1.5, "--learning-rate", 0.5,
         "--batch-size", 5, "--blocks-per-turn", 2, "--lora", "--bf16", "--gradient-checkpointing",
+        status=1,
     )  # fmt: skip
     assert "seen" in output.stderr
     assert runs == [
