@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from queue import SimpleQueue
-from typing import Any
 
 import httpx
 import pytest
@@ -18,7 +16,6 @@ from blockattn_rag.app.demo.web import Columns, Race, serve_page
 from blockattn_rag.app.rag.database import Database, Manifest
 from blockattn_rag.app.rag.documents import set_source
 from blockattn_rag.app.rag.ingest import ingest_documents
-from tests.holding import LONGEST_S
 from tests.models import tiny_model, tiny_tokenizer
 
 HOSTILE = "Halden Tower <img src=x onerror=alert(1)> ${alert(2)} {{3}} stands in Mirtan."
@@ -98,66 +95,89 @@ def test_a_closed_page_ends_the_answer(database: Database) -> None:
     assert not [one for one in threading.enumerate() if one.name.startswith("ThreadPoolExecutor")]
 
 
+Checks = Callable[[str], None]
+Serve = Callable[[Checks], None]
+
+
 @pytest.fixture
-def url(
-    database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: Any
-) -> Iterator[str]:
-    """Address of the page. ``param``: Value of ``GRADIO_SERVER_NAME``."""
-    import gradio  # Listens on 127.0.0.1, because the variable is not set yet.
+def served(database: Database) -> Serve:
+    """Serve the page while ``checks`` runs with its address."""
+    import gradio
 
-    monkeypatch.setenv("GRADIO_TEMP_DIR", str(tmp_path))
-    monkeypatch.setenv("GRADIO_SERVER_NAME", getattr(request, "param", ""))
-    urls: SimpleQueue[str] = SimpleQueue()
-    arguments = (Race(database, top_k=2), ["Which tower is taller?"], urls.put)
-    page = threading.Thread(target=serve_page, args=arguments, daemon=True)
-    page.start()
-    yield urls.get(timeout=LONGEST_S)
-    gradio.close_all()
-    page.join()
+    def run(checks: Checks) -> None:
+        def ready(url: str) -> None:
+            try:
+                checks(url)
+            finally:
+                gradio.close_all()
 
+        serve_page(Race(database, top_k=2), ["Which tower is taller?"], ready)
 
-def test_the_page_is_served_on_the_loopback_address(url: str) -> None:
-    assert url.startswith("http://127.0.0.1:")
-    assert "blockattn-rag" in httpx.get(url).text
-    assert httpx.get(url, headers={"host": "LOCALHOST:80"}).is_success
-    client = Client(url, verbose=False, analytics_enabled=False)
-    assert "First token" in client.predict("Halden Tower", api_name="/run")[-1]
+    return run
 
 
-def test_other_host_names_are_refused(url: str) -> None:
-    for host in ("evil.example", "evil.example:7860", "127.0.0.1.evil.example", "[::1]", ""):
-        headers = {"host": host, "origin": f"http://{host}"}
-        for response in (
-            httpx.get(url, headers=headers),
-            httpx.get(f"{url}config", headers=headers),
-            httpx.post(f"{url}gradio_api/call/run", json={"data": ["Who?"]}, headers=headers),
-            httpx.options(url, headers={**headers, "access-control-request-method": "POST"}),
-        ):
-            assert response.status_code == 400, response.text
-            assert "access-control" not in str(response.headers)
+def test_the_page_is_served_on_the_loopback_address(served: Serve) -> None:
+    def checks(url: str) -> None:
+        assert url.startswith("http://127.0.0.1:")
+        assert "blockattn-rag" in httpx.get(url).text
+        assert httpx.get(url, headers={"host": "LOCALHOST:80"}).is_success
+        client = Client(url, verbose=False, analytics_enabled=False)
+        assert "First token" in client.predict("Halden Tower", api_name="/run")[-1]
+
+    served(checks)
+
+
+def test_other_host_names_are_refused(served: Serve) -> None:
+    def checks(url: str) -> None:
+        for host in ("evil.example", "evil.example:7860", "127.0.0.1.evil.example", "[::1]", ""):
+            headers = {"host": host, "origin": f"http://{host}"}
+            for response in (
+                httpx.get(url, headers=headers),
+                httpx.get(f"{url}config", headers=headers),
+                httpx.post(f"{url}gradio_api/call/run", json={"data": ["Who?"]}, headers=headers),
+                httpx.options(url, headers={**headers, "access-control-request-method": "POST"}),
+            ):
+                assert response.status_code == 400, response.text
+                assert "access-control" not in str(response.headers)
+
+    served(checks)
 
 
 @pytest.mark.parametrize(
-    ("url", "host"),
-    [("demo.example", "demo.example"), ("::1", "[::1]"), ("[::1]", "[::1]")],
-    indirect=["url"],
+    ("name", "host"), [("demo.example", "demo.example"), ("::1", "[::1]"), ("[::1]", "[::1]")]
 )
-def test_the_configured_server_name_is_trusted(url: str, host: str) -> None:
-    assert httpx.get(url, headers={"host": f"{host}:7860"}).is_success
-    assert httpx.get(url, headers={"host": "evil.example"}).status_code == 400
+def test_the_configured_server_name_is_trusted(
+    served: Serve, monkeypatch: pytest.MonkeyPatch, name: str, host: str
+) -> None:
+    def checks(url: str) -> None:
+        assert httpx.get(url, headers={"host": f"{host}:7860"}).is_success
+        assert httpx.get(url, headers={"host": "evil.example"}).status_code == 400
+
+    monkeypatch.setenv("GRADIO_SERVER_NAME", name)  # too late for gradio: it listens on 127.0.0.1
+    served(checks)
 
 
-def test_other_origins_cannot_read_answers(url: str) -> None:
-    response = httpx.get(url, headers={"origin": "http://evil.example"})
-    assert "access-control-allow-origin" not in response.headers
+def test_other_origins_cannot_read_answers(served: Serve) -> None:
+    def checks(url: str) -> None:
+        response = httpx.get(url, headers={"origin": "http://evil.example"})
+        assert "access-control-allow-origin" not in response.headers
+
+    served(checks)
 
 
-def test_uploads_are_refused(url: str, tmp_path: Path) -> None:
-    for route in ("upload", "process_recording", "component_server"):
-        files = {"files": ("big.bin", b"x" * 100_000)}
-        response = httpx.post(f"{url}gradio_api/{route}", files=files)
-        assert response.status_code == 415, response.text
-    for kind in ({}, {"content-type": "text/plain"}):
-        response = httpx.post(f"{url}gradio_api/upload", content=b"x", headers=kind)
-        assert response.status_code == 415, response.text
+def test_uploads_are_refused(
+    served: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GRADIO_TEMP_DIR", str(tmp_path))
+
+    def checks(url: str) -> None:
+        for route in ("upload", "process_recording", "component_server"):
+            files = {"files": ("big.bin", b"x" * 100_000)}
+            response = httpx.post(f"{url}gradio_api/{route}", files=files)
+            assert response.status_code == 415, response.text
+        for kind in ({}, {"content-type": "text/plain"}):
+            response = httpx.post(f"{url}gradio_api/upload", content=b"x", headers=kind)
+            assert response.status_code == 415, response.text
+
+    served(checks)
     assert not [*tmp_path.rglob("*.bin")]
