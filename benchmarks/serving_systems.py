@@ -21,7 +21,8 @@ import httpx
 from openai_client import VLLM, Answer, Question, ask, encode
 from serving_load import ENVIRONMENT
 
-from blockattn_rag.app.serving import Served
+from blockattn_rag.app.rag.database import Manifest
+from blockattn_rag.app.serving import server_options
 from blockattn_rag.store import DirectoryStore, ObjectStore
 from tests.store.servers import BUCKET, S3_ENVIRONMENT, s3_server
 from tests_vllm.server import Server
@@ -80,7 +81,7 @@ class Systems:
         model: Folder of the model.
         folder: Folder for the store, the profile and the servers' logs.
         dtype: Data type that vLLM uses.
-        recipe: Recipe that passages are encoded with; see ``Served``.
+        recipe: Recipe that passages are encoded with; see ``Manifest``.
         memory: Size of the block cache in main memory.
         more: Additional arguments for each server, in shell syntax.
     """
@@ -100,7 +101,7 @@ class Systems:
         self.store = folder / f"kv-{dtype}"
         self._model = model
         self._dtype = dtype
-        self._served = Served(model=model, store=str(self.store), recipe=recipe, dtype=dtype)
+        self._settings = Manifest(model, store=str(self.store), recipe=recipe, dtype=dtype)
         self._memory = memory
         self._more = shlex.split(more)
         self._connector: dict[str, Any] = {}
@@ -112,7 +113,7 @@ class Systems:
         with contextlib.ExitStack() as stack:
             needed = dict.fromkeys(SYSTEMS[name].server for name in self.names)
             if needed.keys() & {"memory", "disk", "s3"}:
-                self._connector = self._served.options().connector
+                self._connector = server_options(self._settings).connector
             if "s3" in needed:
                 os.environ |= S3_ENVIRONMENT | {"MOTO_S3_DEFAULT_KEY_BUFFER_SIZE": "65536"}
                 os.environ["AWS_ENDPOINT_URL"] = stack.enter_context(s3_server())

@@ -17,11 +17,7 @@ RECIPE = yaml.safe_load((ROOT / "deploy/conda-forge/recipe.yaml").read_text("utf
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 # Names on PyPI, and the corresponding names on conda-forge.
-CONDA_NAMES = {
-    "huggingface-hub": "huggingface_hub",
-    "torch": "pytorch",
-    "xxhash": "python-xxhash",
-}
+CONDA_NAMES = {"huggingface-hub": "huggingface_hub", "torch": "pytorch", "xxhash": "python-xxhash"}
 # Outputs of the recipe, and what the packages require on PyPI. The main output has the CLI.
 EXPECTED = {
     "${{ name }}": [*PROJECT["dependencies"], *EXTRAS["cli"]],

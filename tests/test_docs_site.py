@@ -21,21 +21,13 @@ def configured(folder: Path, address: str) -> SimpleNamespace:
     return hook(config)  # type: ignore[no-any-return]
 
 
-def test_the_repository_address_determines_edit_links_and_site_address(
-    tmp_path: Path,
-) -> None:
+def test_the_repository_address_determines_edit_links_and_site_address(tmp_path: Path) -> None:
     config = configured(tmp_path, "https://github.com/Owner/name/")
     assert config.repo_url == "https://github.com/Owner/name"
     assert (config.repo_name, config.edit_uri) == ("Owner/name", "edit/main/docs/")
     assert config.site_url == "https://owner.github.io/name/latest/"
-
-
-def test_other_hosts_have_edit_links_but_no_site_address(tmp_path: Path) -> None:
-    config = configured(tmp_path, "https://host/owner/name")
-    assert (config.repo_name, config.site_url) == ("owner/name", None)
-
-
-def test_a_repository_without_an_address_has_neither(tmp_path: Path) -> None:
+    other = configured(tmp_path, "https://host/owner/name")  # not on GitHub Pages
+    assert (other.repo_name, other.site_url) == ("owner/name", None)
     assert not hasattr(configured(tmp_path, ""), "repo_url")
 
 

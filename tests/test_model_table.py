@@ -23,29 +23,12 @@ from model_table import (  # noqa: E402
 )
 
 # Popular families with shared, latent or state layers.
-NAMED = [
-    "gemma3n_text",
-    "gemma4_text",
-    "deepseek_v2",
-    "deepseek_v3",
-    "glm4_moe_lite",
-    "minicpm3",
-    "longcat_flash",
-    "youtu",
-    "qwen3_5_text",
-    "qwen3_5_moe_text",
-    "qwen3_next",
-    "olmo_hybrid",
-    "kimi_linear",
-    "lfm2",
-    "lfm2_moe",
-    "granitemoehybrid",
-    "nemotron_h",
-    "falcon_h1",
-    "bamba",
-    "jamba",
-    "zamba2",
-]
+NAMED = {
+    *("gemma3n_text", "gemma4_text", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3"),
+    *("longcat_flash", "youtu", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "olmo_hybrid"),
+    *("kimi_linear", "lfm2", "lfm2_moe", "granitemoehybrid", "nemotron_h", "falcon_h1", "bamba"),
+    *("jamba", "zamba2"),
+}
 
 
 @pytest.mark.parametrize(
@@ -77,7 +60,7 @@ def test_encoder_decoders_are_omitted() -> None:
 def test_the_page_lists_every_promised_family_as_accepted() -> None:
     text = PAGE.read_text(encoding="utf-8")
     accepted = re.findall(r"^\| `([\w-]+)` \| (?:relay|copy|latent|hybrid) \|", text, re.MULTILINE)
-    assert {*NAMED} <= {*accepted}
+    assert {*accepted} >= NAMED
     found = re.search(r"(\d+) of the (\d+) families", text)
     assert found is not None
     count, of = map(int, found.groups())

@@ -14,15 +14,14 @@ import yaml
 from blockattn_rag import __version__
 
 ROOT = Path(__file__).parents[1]
+Portable = Callable[..., str]
 README = (ROOT / "README.md").read_text("utf-8")
 
 
 @pytest.fixture
-def portable() -> Callable[[str, str, str], str]:
+def portable() -> Portable:
     pytest.importorskip("hatchling")
-    function: Callable[[str, str, str], str] = runpy.run_path(str(ROOT / "hatch_build.py"))[
-        "portable"
-    ]
+    function: Portable = runpy.run_path(str(ROOT / "hatch_build.py"))["portable"]
     return function
 
 
@@ -33,7 +32,7 @@ def test_links_in_the_readme_lead_to_files() -> None:
     assert [target for target in local if not (ROOT / target).exists()] == []
 
 
-def test_packaged_readme_links_are_absolute(portable: Callable[[str, str, str], str]) -> None:
+def test_packaged_readme_links_are_absolute(portable: Portable) -> None:
     text = portable(
         "![a](docs/a.svg) [b](docs/b.md#c) [d](https://d) [e](#f)", "https://h/o/n", "2.0"
     )
@@ -45,15 +44,13 @@ def test_packaged_readme_links_are_absolute(portable: Callable[[str, str, str], 
     assert [target for target in targets if not target.startswith(("https:", "#"))] == []
 
 
-def test_links_of_a_readme_in_a_folder_lead_to_the_repository(
-    portable: Callable[..., str],
-) -> None:
+def test_links_of_a_readme_in_a_folder_lead_to_the_repository(portable: Portable) -> None:
     text = portable("[a](../../docs/b.md#c)", "https://h/o/n", "2.0", "packages/name")
     assert text == "[a](https://h/o/n/blob/v2.0/docs/b.md#c)"
 
 
 def test_without_an_address_the_packaged_readme_has_no_links(
-    portable: Callable[[str, str, str], str],
+    portable: Portable,
 ) -> None:
     assert portable("![a](a.svg)[b](b.md), [d](https://d)", "", "2.0") == "b, [d](https://d)"
 

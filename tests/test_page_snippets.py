@@ -12,13 +12,9 @@ import ast
 import builtins
 import importlib
 import inspect
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -28,7 +24,7 @@ import blockattn_rag.langchain
 import blockattn_rag.llama_index
 from blockattn_rag.model import BlockModel
 from tests.fake_server import FakeServer
-from tests.test_documentation import PAGES, ROOT, code_of, missing, promised
+from tests.test_documentation import PAGES, code_of, run_code
 
 WITH_CODE = [page for page in PAGES if code_of(page, "py")]
 # Names that are introduced by the text of a page.
@@ -93,20 +89,16 @@ def accepted(target: Any) -> set[str] | None:
 
 def unknown_arguments(tree: ast.AST) -> list[str]:
     """Return keyword arguments that the called class or function does not accept."""
-    homes: list[ModuleType] = [
-        blockattn_rag,
-        blockattn_rag.langchain,
-        blockattn_rag.llama_index,
-    ]
+    homes = (blockattn_rag, blockattn_rag.langchain, blockattn_rag.llama_index)
     found = []
     for node in ast.walk(tree):
-        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
-            continue
-        for home in homes:
-            if node.func.id in home.__all__ and node.func.id != "served_llm":
-                known = accepted(getattr(home, node.func.id))
-                names = {keyword.arg for keyword in node.keywords if keyword.arg}
-                found += [f"{node.func.id}({name}=)" for name in names - (known or names)]
+        match node:
+            case ast.Call(func=ast.Name(id=called)) if called != "served_llm":
+                for home in homes:
+                    if called in home.__all__:
+                        known = accepted(getattr(home, called))
+                        names = {keyword.arg for keyword in node.keywords if keyword.arg}
+                        found += [f"{called}({name}=)" for name in names - (known or names)]
     return found
 
 
@@ -163,13 +155,5 @@ def test_code_that_needs_a_server_runs_and_prints_the_documented_output(
     code, replaced = re.subn(r"http://(?:gpu|127\.0\.0\.1):8000", server.url, code)
     assert replaced
     server.requests.clear()
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "NO_PROXY": "127.0.0.1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    assert missing(promised(code), done.stdout) == [], done.stdout
+    run_code(code, tmp_path, environment={"NO_PROXY": "127.0.0.1"})
     assert server.requests

@@ -30,16 +30,9 @@ from blockattn_rag.lazy import missing_extra
 _ANYWHERE = ("-v", "--verbose", "--json")
 """Global options that are also accepted after a command."""
 _EXTRA_OF = {
-    "chromadb": "llama-index",
-    "llama_index": "llama-index",
-    "llama_index_instrumentation": "llama-index",
-    "sklearn": "llama-index",
-    "turbohtml": "llama-index",
-    "webencodings": "llama-index",
-    "accelerate": "train",
-    "datasets": "train",
-    "peft": "train",
-    "matplotlib": "train",
+    **dict.fromkeys(("chromadb", "llama_index", "llama_index_instrumentation"), "llama-index"),
+    **dict.fromkeys(("sklearn", "turbohtml", "webencodings"), "llama-index"),
+    **dict.fromkeys(("accelerate", "datasets", "matplotlib", "peft"), "train"),
     "httpx": "serving",
     "llguidance": "structured",
     "obstore": "s3",
@@ -48,8 +41,6 @@ _EXTRA_OF = {
 """Extra that installs each module."""
 _DEQUANTIZING = "blockattn_rag.model.gguf"
 """Logger that reports the dequantization of a GGUF file."""
-INTERRUPTED = 130
-"""Exit status after Ctrl-C: 128 + SIGINT, as in shells."""
 
 
 class _OneLineErrors(TyperGroup):
@@ -70,7 +61,7 @@ class _OneLineErrors(TyperGroup):
                 return super().invoke(ctx)
         except KeyboardInterrupt:
             fail("Interrupted")
-            raise typer.Exit(INTERRUPTED) from None
+            raise typer.Exit(130) from None  # 128 + SIGINT, as in shells.
         except BrokenPipeError:
             # The process that reads the pipe has exited, as with ``| head``.
             sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - closed by the interpreter's exit
@@ -84,8 +75,10 @@ class _OneLineErrors(TyperGroup):
 
 
 def _message(error: Exception) -> str:
-    if isinstance(error, ModuleNotFoundError) and (package := _top(error.name)) in _EXTRA_OF:
-        return f"This command needs {missing_extra(package, _EXTRA_OF[package])}"
+    if isinstance(error, ModuleNotFoundError):
+        package = (error.name or "").partition(".")[0]
+        if package in _EXTRA_OF:
+            return f"This command needs {missing_extra(package, _EXTRA_OF[package])}"
     expected = (BlockAttnError, OSError, ValueError, TypeError, ImportError)
     text = " ".join(str(error).split())
     if isinstance(error, expected) and text:
@@ -94,17 +87,12 @@ def _message(error: Exception) -> str:
     return f"{name}: {text} (blockattn-rag --debug ... shows the traceback)" if text else name
 
 
-def _top(module: str | None) -> str:
-    return (module or "").partition(".")[0]
-
-
 app = typer.Typer(
     name="blockattn-rag",
     cls=_OneLineErrors,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
-    help="Block-Attention for RAG: encode passages once, reuse them in every answer.",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(demo.demo)
@@ -176,5 +164,5 @@ class _ToStderr(logging.Handler):
         is_warning = record.levelno >= logging.WARNING
         if record.name == _DEQUANTIZING or (record.name == "blockattn_rag.app.rag" and is_warning):
             note(f"note: {record.getMessage()}")
-            return
-        note(f"{record.levelname} {record.name}: {record.getMessage()}")
+        else:
+            note(f"{record.levelname} {record.name}: {record.getMessage()}")

@@ -6,14 +6,13 @@ import contextlib
 import json
 import statistics
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import typer
-from rich.console import RenderableType
 
-from blockattn_rag.app.cli.options import DatabaseOption, RecipeOption
+from blockattn_rag.app.cli.options import DatabaseOption, MaxNewTokensOption, RecipeOption
 from blockattn_rag.app.cli.output import (
     count,
     duration,
@@ -34,8 +33,10 @@ from blockattn_rag.errors import BlockAttnError
 
 _VARIABLES = "'{\"enable_thinking\": false}'"
 _SCHEMA = '{"type": "object", "properties": {"metres": {"type": "integer"}}}'
-_PROMPT = "> "
 _SHOWN_CHARACTERS = 100
+_COLUMNS = ("", "block mode", "full mode", "full / block")
+Compared = tuple[AssistantAnswer, AssistantAnswer]
+"""Answers to a question in block mode and in full mode."""
 
 _HELP = """\
 Type a question. It may refer to earlier questions.
@@ -72,9 +73,7 @@ def ask(
     ] = False,
     recipe: RecipeOption = None,
     top_k: Annotated[int, typer.Option(min=1, max=200, help="Passages to retrieve.")] = TOP_K,
-    max_new_tokens: Annotated[
-        int, typer.Option(min=1, help="Maximum length of an answer in tokens.")
-    ] = 256,
+    max_new_tokens: MaxNewTokensOption = 256,
     chat_template_kwargs: Annotated[
         str | None,
         typer.Option(
@@ -98,19 +97,16 @@ def ask(
     In a conversation, the model stays loaded, and questions may refer to earlier ones. Ctrl-C stops
     an answer, Ctrl-D exits, /help lists the commands.
     """
-    is_conversation = _is_conversation(question)
+    is_terminal = sys.stdin.isatty() and sys.stdout.isatty() and not json_file()
+    is_conversation = question is None and is_terminal
     if question is not None and not question.strip():
         raise typer.BadParameter("The question is empty", param_hint="QUESTION")
     if compare and mode != "block":
         raise typer.BadParameter("--compare answers in both modes; remove --mode")
     if compare and is_conversation:
         raise typer.BadParameter("--compare requires a QUESTION", param_hint="QUESTION")
-    variables = {}
-    if chat_template_kwargs is not None:
-        variables = _object(chat_template_kwargs, "--chat-template-kwargs", _VARIABLES)
-    answer_schema = None
-    if schema is not None:
-        answer_schema = _object(schema.read_bytes(), "--schema", _SCHEMA)
+    variables = _object(chat_template_kwargs, "--chat-template-kwargs", _VARIABLES)
+    answer_schema = _object(schema and schema.read_bytes(), "--schema", _SCHEMA)
     with waiting("loading the model"):
         database = Database.open(db, model=model, recipe=recipe, remembers=not compare)
         database.require_passages()
@@ -133,11 +129,15 @@ def ask(
         compared = [show_comparison(assistant, line) for line in questions]
         if len(compared) > 1:
             show_medians(compared)
-    else:
-        _answer(assistant, questions, mode)
+        return
+    for line in questions:
+        answer = show_answer(assistant, line, mode=mode)
+        emit(answer.to_dict(), "", *sources(answer), reuse_figures(answer))
 
 
-def _object(text: str | bytes, option: str, example: str) -> dict[str, Any]:
+def _object(text: str | bytes | None, option: str, example: str) -> dict[str, Any] | None:
+    if text is None:
+        return None
     try:
         value = json.loads(text)
     except ValueError as error:  # Includes UnicodeDecodeError.
@@ -146,16 +146,6 @@ def _object(text: str | bytes, option: str, example: str) -> dict[str, Any]:
         message = f"Found {json.dumps(value)[:100]}, expected an object such as {example}"
         raise typer.BadParameter(message, param_hint=option)
     return value
-
-
-def _is_conversation(question: str | None) -> bool:
-    return question is None and sys.stdin.isatty() and sys.stdout.isatty() and not json_file()
-
-
-def _answer(assistant: Assistant, questions: Iterable[str], mode: Mode) -> None:
-    for question in questions:
-        answer = show_answer(assistant, question, mode=mode)
-        emit(answer.to_dict(), "", *sources(answer), reuse_figures(answer))
 
 
 def talk(assistant: Assistant, *, mode: Mode) -> None:
@@ -180,15 +170,21 @@ def talk(assistant: Assistant, *, mode: Mode) -> None:
             case [word, *_] if word.startswith("/"):
                 note(f"Unknown command {word}; /help lists the commands")
             case _:
-                if (answer := _reply(assistant, line, mode, turns)) is not None:
-                    show("", *sources(answer), reuse_figures(answer))
-                    last = answer
+                try:
+                    last = show_answer(assistant, line, mode=mode, history=turns)
+                except KeyboardInterrupt:
+                    piece(" ... [stopped]\n")
+                except (BlockAttnError, ValueError, OSError) as error:
+                    fail(" ".join(str(error).split()))
+                else:
+                    turns.append(Turn(line, last.answer))
+                    show("", *sources(last), reuse_figures(last))
 
 
 def _read_line() -> str | None:
     while True:
         try:
-            return input(_PROMPT).strip()
+            return input("> ").strip()
         except EOFError:
             piece("\n")
             return None
@@ -199,33 +195,14 @@ def _read_line() -> str | None:
             note(f"The line is not valid {error.encoding} (the terminal's encoding); type it again")
 
 
-def _reply(
-    assistant: Assistant, question: str, mode: Mode, turns: list[Turn]
-) -> AssistantAnswer | None:
-    try:
-        answer = show_answer(assistant, question, mode=mode, history=turns)
-    except KeyboardInterrupt:
-        piece(" ... [stopped]\n")
-        return None
-    except (BlockAttnError, ValueError, OSError) as error:
-        fail(" ".join(str(error).split()))
-        return None
-    turns.append(Turn(question, answer.answer))
-    return answer
-
-
 # -- output -----------------------------------------------------------------------------------
 
 
 def show_answer(
-    assistant: Assistant,
-    question: str,
-    *,
-    mode: Mode,
-    history: Sequence[Turn] = (),
+    assistant: Assistant, question: str, *, mode: Mode, history: Sequence[Turn] = ()
 ) -> AssistantAnswer:
     """Ask a question and, unless the output is JSON, stream the answer to stdout."""
-    quiet = json_file() is not None
+    is_streamed = json_file() is None
     with contextlib.ExitStack() as until_text:
         until_text.enter_context(spinner("answering"))
 
@@ -233,9 +210,9 @@ def show_answer(
             until_text.close()
             piece(text)
 
-        on_text = None if quiet else show
+        on_text = show if is_streamed else None
         answer = assistant.ask(question, mode=mode, on_text=on_text, history=history)
-    if not quiet:
+    if is_streamed:
         piece(_ending(answer) + "\n")
     if misses := answer.stats.misses:
         note(
@@ -264,12 +241,10 @@ def sources(answer: AssistantAnswer, *, complete: bool = False) -> list[str]:
         page = f"page {source.page}" if source.page else ""
         name = " ".join(filter(None, (source.source, page, source.title)))
         score = "" if source.score is None else f" ({source.score:.2f})"
-        text = " ".join(source.text.split())
-        if complete:
-            lines.append(f"[{number}] {name}{score}\n{source.text.strip()}\n")
-            continue
+        whole, text = f"\n{source.text.strip()}\n", " ".join(source.text.split())
         more = "..." if len(text) > _SHOWN_CHARACTERS else ""
-        lines.append(f"[{number}] {name}{score}: {text[:_SHOWN_CHARACTERS]}{more}")
+        start = f": {text[:_SHOWN_CHARACTERS]}{more}"
+        lines.append(f"[{number}] {name}{score}{whole if complete else start}")
     return lines
 
 
@@ -292,36 +267,68 @@ def reuse_figures(answer: AssistantAnswer) -> str:
     )
 
 
-def show_comparison(assistant: Assistant, question: str) -> tuple[AssistantAnswer, AssistantAnswer]:
+def show_comparison(assistant: Assistant, question: str) -> Compared:
     """Answer in block and full mode, and print both answers and a table of their timings.
 
     Block mode runs first, so that full mode cannot warm it up: it reads the passages from the
     store, as in a new process. Full mode reuses neither the store nor earlier answers.
     """
-    answers: list[AssistantAnswer] = []
-    modes: tuple[Mode, ...] = ("block", "full")
-    for mode in modes:
+    answers = []
+    for mode in get_args(Mode):
         if not json_file():
             piece(f"{mode} mode:\n")
         answers.append(show_answer(assistant, question, mode=mode))
     block, full = answers
+    times, rows = _median_times([(block, full)])
+    rows += [
+        (label, f"{getattr(block.stats, name):,}", f"{getattr(full.stats, name):,}", "")
+        for label, name in (
+            ("prompt tokens computed", "computed_tokens"),
+            ("prompt tokens reused", "reused_tokens"),
+            ("answer tokens", "generated_tokens"),
+        )
+    ]
+    are_equal = block.answer == full.answer
     data = {
         "question": question,
         "block": block.to_dict(),
         "full": full.to_dict(),
-        "answers_are_equal": block.answer == full.answer,
-        "first_token_ratio": full.waited_s / block.waited_s,
-        "answer_ratio": full.answered_s / block.answered_s,
+        "answers_are_equal": are_equal,
+        "first_token_ratio": times["first_token_ratio"],
+        "answer_ratio": times["answer_ratio"],
     }
-    emit(data, "", *sources(block), "", _table(block, full), *_remarks(block, full))
+    recipe = f" Block mode's recipe: {block.stats.recipe}." if block.stats.recipe else ""
+    remarks = [
+        f"The answers {'are equal' if are_equal else 'differ'}.{recipe} Times include retrieval, "
+        "but not loading the model."
+    ]
+    if misses := block.stats.misses:
+        remarks.append(
+            f"Block mode had to encode {count(misses, 'block')} of the prompt; ask again to "
+            "measure with all passages stored."
+        )
+    title = f"Both modes, {count(block.stats.prompt_tokens, 'prompt token')}"
+    emit(data, "", *sources(block), "", table(title, _COLUMNS, rows), *remarks)
     return block, full
 
 
-def show_medians(compared: Sequence[tuple[AssistantAnswer, AssistantAnswer]]) -> None:
+def show_medians(compared: Sequence[Compared]) -> None:
     """Print the median timings of several questions in both modes, and their ratios."""
-    data: dict[str, Any] = {"questions": len(compared)}
-    data["equal_answers"] = sum(block.answer == full.answer for block, full in compared)
-    rows = []
+    times, rows = _median_times(compared)
+    equal = sum(block.answer == full.answer for block, full in compared)
+    data = {"questions": len(compared), "equal_answers": equal, **times}
+    shown = count(len(compared), "question")
+    emit(
+        {"medians": data},
+        "",
+        table(f"Medians of {shown}", _COLUMNS, rows),
+        f"The answers to {equal:,} of {shown} are equal.",
+    )
+
+
+def _median_times(compared: Sequence[Compared]) -> tuple[dict[str, Any], list[tuple[str, ...]]]:
+    """Return the median timings in both modes, as JSON and as rows of a table."""
+    data, rows = dict[str, Any](), list[tuple[str, ...]]()
     for label, name, ratio in (
         ("first token", "waited_s", "first_token_ratio"),
         ("whole answer", "answered_s", "answer_ratio"),
@@ -330,46 +337,6 @@ def show_medians(compared: Sequence[tuple[AssistantAnswer, AssistantAnswer]]) ->
             statistics.median(getattr(answer, name) for answer in answers)
             for answers in zip(*compared, strict=True)
         )
-        data[name] = {"block": block_s, "full": full_s}
-        data[ratio] = full_s / block_s
-        rows.append(_times(label, block_s, full_s))
-    shown = count(len(compared), "question")
-    emit(
-        {"medians": data},
-        "",
-        table(f"Medians of {shown}", ("", "block mode", "full mode", "full / block"), rows),
-        f"The answers to {data['equal_answers']:,} of {shown} are equal.",
-    )
-
-
-def _times(label: str, block_s: float, full_s: float) -> tuple[str, ...]:
-    return label, duration(block_s), duration(full_s), f"{full_s / block_s:.1f} x"
-
-
-def _table(block: AssistantAnswer, full: AssistantAnswer) -> RenderableType:
-    rows = [
-        _times("first token", block.waited_s, full.waited_s),
-        _times("whole answer", block.answered_s, full.answered_s),
-        *(
-            (label, f"{getattr(block.stats, name):,}", f"{getattr(full.stats, name):,}", "")
-            for label, name in (
-                ("prompt tokens computed", "computed_tokens"),
-                ("prompt tokens reused", "reused_tokens"),
-                ("answer tokens", "generated_tokens"),
-            )
-        ),
-    ]
-    title = f"Both modes, {count(block.stats.prompt_tokens, 'prompt token')}"
-    return table(title, ("", "block mode", "full mode", "full / block"), rows)
-
-
-def _remarks(block: AssistantAnswer, full: AssistantAnswer) -> list[str]:
-    equal = "The answers are equal." if block.answer == full.answer else "The answers differ."
-    recipe = f" Block mode's recipe: {block.stats.recipe}." if block.stats.recipe else ""
-    remarks = [f"{equal}{recipe} Times include retrieval, but not loading the model."]
-    if misses := block.stats.misses:
-        remarks.append(
-            f"Block mode had to encode {count(misses, 'block')} of the prompt; ask again to "
-            "measure with all passages stored."
-        )
-    return remarks
+        data |= {name: {"block": block_s, "full": full_s}, ratio: full_s / block_s}
+        rows.append((label, duration(block_s), duration(full_s), f"{full_s / block_s:.1f} x"))
+    return data, rows

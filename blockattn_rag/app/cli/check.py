@@ -7,10 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from blockattn_rag.app.cli.options import (
-    MODEL_HELP,
-    DtypeOption,
-)
+from blockattn_rag.app.cli.options import MODEL_HELP, DtypeOption
 from blockattn_rag.app.cli.output import emit, table
 from blockattn_rag.app.cli.progress import waiting
 from blockattn_rag.app.rag.names import check_recipe, existing_model
@@ -19,9 +16,6 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from blockattn_rag.check.model import CheckReport
-    from blockattn_rag.check.server import ServerReport
-    from blockattn_rag.engine.recipe import Recipe
-    from blockattn_rag.model import BlockModel
 
 _API_KEY = "BLOCKATTN_RAG_API_KEY"
 Result = tuple["CheckReport", dict[str, Any], list[str]]
@@ -29,10 +23,7 @@ Result = tuple["CheckReport", dict[str, Any], list[str]]
 
 
 def check(
-    model: Annotated[
-        str | None,
-        typer.Argument(help=MODEL_HELP, callback=existing_model),
-    ] = None,
+    model: Annotated[str | None, typer.Argument(help=MODEL_HELP, callback=existing_model)] = None,
     server: Annotated[
         str | None,
         typer.Option(
@@ -84,33 +75,26 @@ def rows_table(title: str, report: CheckReport) -> RenderableType:
     return table(title, ("check", "passed", "found", "allowed", "detail"), rows, left=(0, 4))
 
 
-def _load(model: str, dtype: str, recipe: str | None) -> tuple[BlockModel, Recipe | None]:
+def _check_model(name: str, recipe: str | None, dtype: str) -> Result:
+    from blockattn_rag.check.model import check_model
     from blockattn_rag.engine.find_recipe import resolve_recipe
     from blockattn_rag.model import BlockModel
     from blockattn_rag.store import MemoryStore
 
     check_recipe(recipe)
-    with waiting(f"loading {model}"):
-        loaded = BlockModel.from_pretrained(model, dtype=dtype)
-    if recipe is None:
-        return loaded, None
-    return loaded, resolve_recipe(recipe, loaded, MemoryStore(1))
-
-
-def _check_model(name: str, recipe: str | None, dtype: str) -> Result:
-    from blockattn_rag.check.model import check_model
-
-    loaded, used = _load(name, dtype, recipe)
+    with waiting(f"loading {name}"):
+        model = BlockModel.from_pretrained(name, dtype=dtype)
+    used = None if recipe is None else resolve_recipe(recipe, model, MemoryStore(1))
     with waiting("checking"):
-        report = check_model(loaded, used)
+        report = check_model(model, used)
     fields = {
         "model": name,
-        "block_tuned": loaded.is_block_tuned,
-        "fingerprint": loaded.fingerprint,
+        "block_tuned": model.is_block_tuned,
+        "fingerprint": model.fingerprint,
         "recipe": used and str(used),
     }
     verdict = "usable in block mode" if report.passed else "NOT usable in block mode"
-    lines = [verdict + _untuned(loaded.is_block_tuned), f"fingerprint {loaded.fingerprint}"]
+    lines = [verdict + _untuned(model.is_block_tuned), f"fingerprint {model.fingerprint}"]
     return report, fields, lines
 
 
@@ -120,7 +104,7 @@ def _check_server(url: str) -> Result:
 
     with waiting(f"checking {url}"):
         report = check_server(ServerClient(url))
-    info = report.info
+    info, block, full = report.info, report.block, report.full
     fields = {
         "server": report.model,
         "model": info.models[0],
@@ -128,22 +112,19 @@ def _check_server(url: str) -> Result:
         "fingerprint": info.fingerprint,
         "recipe": str(info.recipe),
         "read_only": info.read_only,
-        "block": report.block,
-        "full": report.full,
+        "block": block,
+        "full": full,
     }
-    return report, fields, _server_lines(report)
-
-
-def _server_lines(report: ServerReport) -> list[str]:
-    if report.block is None:
-        verdict = "works correctly" if report.passed else "does NOT work correctly"
-        reason = "block mode was not checked: the server is read-only and lacks these passages"
-        return [f"{verdict} in full mode; {reason}"]
     verdict = "works correctly" if report.passed else "does NOT work correctly"
-    lines = [f"{verdict} in block mode{_untuned(report.info.block_tuned)}"]
-    if report.block == report.full:
-        return [*lines, f"both modes answer: {report.block}"]
-    return [*lines, f"block mode answers: {report.block}", f"full mode answers: {report.full}"]
+    if block is None:
+        reason = "block mode was not checked: the server is read-only and lacks these passages"
+        return report, fields, [f"{verdict} in full mode; {reason}"]
+    lines = [f"{verdict} in block mode{_untuned(info.block_tuned)}"]
+    if block == full:
+        lines += [f"both modes answer: {block}"]
+    else:
+        lines += [f"block mode answers: {block}", f"full mode answers: {full}"]
+    return report, fields, lines
 
 
 def _untuned(block_tuned: bool) -> str:

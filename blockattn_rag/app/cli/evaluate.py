@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import RenderableType
 
-from blockattn_rag.app.cli.options import MODEL_HELP, DtypeOption, KVDtypeOption
+from blockattn_rag.app.cli.options import MODEL_HELP, DtypeOption, KVDtypeOption, MaxNewTokensOption
 from blockattn_rag.app.cli.output import count, duration, emit, note, percent, table
 from blockattn_rag.app.cli.progress import stage_progress, waiting
 from blockattn_rag.app.rag.ask import TOP_K
@@ -18,10 +18,9 @@ from blockattn_rag.app.rag.names import check_recipe, existing_model
 
 if TYPE_CHECKING:
     from blockattn_rag.engine.engine import BlockAttentionEngine
-    from blockattn_rag.lab.evaluation.accuracy import EvaluationReport, ModeResult
-    from blockattn_rag.lab.evaluation.collection import Asked, CollectionReport, CollectionRow
+    from blockattn_rag.lab.evaluation.accuracy import ModeResult
+    from blockattn_rag.lab.evaluation.collection import CollectionReport
     from blockattn_rag.lab.evaluation.fidelity import FidelityReport
-    from blockattn_rag.lab.repair.data import Question
 
 _LEGEND = (
     "In percent. accuracy: answers that contain an accepted answer, with a 95 % interval; exact:",
@@ -47,8 +46,7 @@ _ANSWERS_LEGEND = (
 def evaluate(
     model: Annotated[str | None, typer.Option(help=MODEL_HELP, callback=existing_model)] = None,
     db: Annotated[
-        Path | None,
-        typer.Option(help="Database folder, created by `ingest`. Needs --questions."),
+        Path | None, typer.Option(help="Database folder, created by `ingest`. Needs --questions.")
     ] = None,
     questions: Annotated[
         Path | None,
@@ -82,9 +80,7 @@ def evaluate(
     closed_book: Annotated[
         bool, typer.Option("--closed-book", help="Also answer without passages.")
     ] = False,
-    max_new_tokens: Annotated[
-        int, typer.Option(min=1, help="Maximum length of an answer in tokens.")
-    ] = 48,
+    max_new_tokens: MaxNewTokensOption = 48,
     output: Annotated[
         Path | None,
         typer.Option(help="JSONL file for all records, from which an interrupted run resumes."),
@@ -132,23 +128,22 @@ def evaluate(
         )
     file = (data or log or Path()).name
     title = f"{model} on {file}"
-    common: dict[str, Any] = {
-        "closed_book": closed_book,
-        "max_new_tokens": max_new_tokens,
-        "records_path": output,
-        "settings": {"model": model, "data": file},
-    }
     by_answers = data is not None and not fidelity
     with stage_progress("answering" if by_answers else "comparing") as tick:
         measure: Any = measure_accuracy if by_answers else measure_fidelity
-        report = measure(engine, samples, names, **common, on_progress=tick)
-    if by_answers:
-        _show(title, report, max_new_tokens)
-    else:
+        report = measure(
+            engine,
+            samples,
+            names,
+            closed_book=closed_book,
+            max_new_tokens=max_new_tokens,
+            records_path=output,
+            settings={"model": model, "data": file},
+            on_progress=tick,
+        )
+    if not by_answers:
         emit(report.to_dict(), fidelity_table(title, report), *_FIDELITY_LEGEND)
-
-
-def _show(title: str, report: EvaluationReport, max_new_tokens: int) -> None:
+        return
     emit(report.to_dict(), accuracy_table(title, report.results), *_LEGEND)
     if rows := ", ".join(f"{r.cut_off} in {r.mode}" for r in report.results if r.cut_off):
         note(
@@ -161,22 +156,19 @@ def _show(title: str, report: EvaluationReport, max_new_tokens: int) -> None:
 
 def accuracy_table(title: str, results: Sequence[ModeResult]) -> RenderableType:
     columns = ("recipe", "accuracy (95 %)", "exact", "F1", "diff", "same", "reused")
-    rows = [_row(result) for result in results]
+    rows = [
+        (
+            result.mode,
+            "{} ({}-{})".format(*map(percent, result.accuracy)),
+            percent(result.exact_match.mean),
+            percent(result.f1.mean),
+            "-" if result.mode == "full" else f"{result.difference.mean * 100:+.1f}",
+            percent(result.agreement),
+            percent(result.stats.reused_tokens / (result.stats.prompt_tokens or 1)),
+        )
+        for result in results
+    ]
     return table(f"{title}, {count(results[0].samples, 'question')}", columns, rows)
-
-
-def _row(result: ModeResult) -> tuple[str, ...]:
-    stats = result.stats
-    mean, low, high = result.accuracy
-    return (
-        result.mode,
-        f"{percent(mean)} ({percent(low)}-{percent(high)})",
-        percent(result.exact_match.mean),
-        percent(result.f1.mean),
-        "-" if result.mode == "full" else f"{result.difference.mean * 100:+.1f}",
-        percent(result.agreement),
-        percent(stats.reused_tokens / stats.prompt_tokens if stats.prompt_tokens else None),
-    )
 
 
 def fidelity_table(title: str, report: FidelityReport) -> RenderableType:
@@ -197,63 +189,42 @@ def fidelity_table(title: str, report: FidelityReport) -> RenderableType:
 
 def show_database(db: Path, questions: Path, model: str | None, max_new_tokens: int) -> None:
     """Compare full mode, the database's recipe and ``"fast"``, and print a recommendation."""
-    from blockattn_rag.lab.evaluation.collection import evaluate_collection
+    from blockattn_rag.app.rag.passages import prompt_maker, retriever
+    from blockattn_rag.lab.evaluation.collection import Asked, evaluate_collection
+    from blockattn_rag.lab.repair.data import read_questions
 
     with waiting("loading the model"):
         # Blocks are read from the store for each answer, as in a new process.
         database = Database.open(db, model=model, remembers=False)
         database.require_passages()
-        asked = _asked(database, questions)
+        prompt = prompt_maker(database)
+        asked = [
+            Asked(str(number), one.text, prompt(one.text, one.passages), one.answers)
+            for number, one in enumerate(read_questions(questions, retriever(database), TOP_K))
+        ]
     with stage_progress("Comparing") as tick:
         report = evaluate_collection(
             database.engine, asked, max_new_tokens=max_new_tokens, on_progress=tick
         )
-    legend = _DATABASE_LEGEND + (_ANSWERS_LEGEND if report.with_answers else ())
-    emit(
-        report.to_dict(),
-        _database_table(f"{db} on {questions.name}", report),
-        *legend,
-        verdict(report),
-    )
-
-
-def _asked(database: Database, questions: Path) -> list[Asked]:
-    from blockattn_rag.app.rag.passages import prompt_maker, retriever
-    from blockattn_rag.lab.evaluation.collection import Asked
-    from blockattn_rag.lab.repair.data import read_questions
-    from blockattn_rag.prompts.formats import Passage
-
-    find, prompt = retriever(database), prompt_maker(database)
-
-    def nearest(text: str, number: int) -> list[Passage]:
-        return [Passage("", found) for found in find(text, number)]
-
-    def asked(number: int, one: Question) -> Asked:
-        texts = [f"{passage.title}\n{passage.text}".strip() for passage in one.passages]
-        return Asked(str(number), one.text, prompt(one.text, texts), one.answers)
-
-    return [asked(*each) for each in enumerate(read_questions(questions, nearest, TOP_K))]
-
-
-def _database_table(title: str, report: CollectionReport) -> RenderableType:
+    legend: tuple[str, ...] = _DATABASE_LEGEND
     columns = ["", "agree (95 %)", "KL (95 %)", "first token", "times sooner"]
-    columns += ["right", "kept", "gain"] * bool(report.with_answers)
-    rows = [_database_row(row, report) for row in report.rows]
-    return table(f"{title}, {count(report.questions, 'question')}", columns, rows)
-
-
-def _database_row(row: CollectionRow, report: CollectionReport) -> list[str]:
-    is_recipe = row in report.recipes
-    cells = [
-        row.name,
-        "-" if row.agreement is None else "{} ({}-{})".format(*map(percent, row.agreement)),
-        "-" if row.kl is None else "{:.4f} ({:.4f}-{:.4f})".format(*row.kl),
-        duration(row.ttft_s),
-        f"{report.sooner(row):.1f}" if is_recipe else "-",
+    rows = [
+        [
+            row.name,
+            "-" if row.agreement is None else "{} ({}-{})".format(*map(percent, row.agreement)),
+            "-" if row.kl is None else "{:.4f} ({:.4f}-{:.4f})".format(*row.kl),
+            duration(row.ttft_s),
+            f"{report.sooner(row):.1f}" if row in report.recipes else "-",
+        ]
+        for row in report.rows
     ]
-    if report.with_answers:
-        cells += [f"{row.right} of {report.with_answers}", str(row.kept), percent(report.gain(row))]
-    return cells
+    if of := report.with_answers:
+        legend += _ANSWERS_LEGEND
+        columns += ["right", "kept", "gain"]
+        for cells, row in zip(rows, report.rows, strict=True):
+            cells += [f"{row.right} of {of}", str(row.kept), percent(report.gain(row))]
+    title = f"{db} on {questions.name}, {count(report.questions, 'question')}"
+    emit(report.to_dict(), table(title, columns, rows), *legend, verdict(report))
 
 
 def verdict(report: CollectionReport) -> str:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -28,8 +30,8 @@ from blockattn_rag.app.rag.database import (
     stored_collection,
 )
 from blockattn_rag.app.rag.documents import load_documents
-from blockattn_rag.app.rag.ingest import Estimate, ingest_documents
-from blockattn_rag.app.rag.names import HASHING, MINILM, existing_model, require_model
+from blockattn_rag.app.rag.ingest import ingest_documents
+from blockattn_rag.app.rag.names import HASHING, MINILM, existing_model
 from blockattn_rag.app.rag.passages import (
     all_sources,
     delete_passages,
@@ -40,14 +42,16 @@ from blockattn_rag.app.rag.passages import (
 from blockattn_rag.engine.outline import STOCK
 from blockattn_rag.store.namespaces import check_namespace
 
+if TYPE_CHECKING:
+    from blockattn_rag.engine.engine import BlockAttentionEngine
+    from blockattn_rag.prompts.blocks import Block
+
 INACCESSIBLE = 3
 """Exit status if files or folders could not be opened, but everything else was ingested."""
 LARGE_BYTES = 1 << 30
 """Size of keys and values, in bytes, above which int8 is suggested."""
-_REPORTED = (
-    *("model", "fingerprint", "embedding", "recipe", "namespace", "dtype", "kv_dtype"),
-    *("store", "servers"),
-)
+_HIDDEN = {"collection", "chunk_size", "template", "stock", "version"}
+"""Settings that the JSON object omits."""
 
 
 def _known_namespace(name: str | None) -> str | None:
@@ -97,12 +101,10 @@ def ingest(
         ),
     ] = None,
     dtype: Annotated[
-        str | None,
-        typer.Option(help=f"{DTYPE_HELP} Default: the database's, or auto."),
+        str | None, typer.Option(help=f"{DTYPE_HELP} Default: the database's, or auto.")
     ] = None,
     kv_dtype: Annotated[
-        KVDtypeName | None,
-        typer.Option(help=f"{KV_DTYPE_HELP} Default: the database's, or model."),
+        KVDtypeName | None, typer.Option(help=f"{KV_DTYPE_HELP} Default: the database's, or model.")
     ] = None,
     server: Annotated[
         list[str] | None,
@@ -131,7 +133,9 @@ def ingest(
         servers=server,
     )
     if not settings.servers:
-        require_model(settings.model)  # Check the model before reading documents.
+        from blockattn_rag.model.loading import load_config
+
+        load_config(settings.model)  # Check that the model exists before reading documents.
     with stage_progress("reading files") as tick:
         loaded = load_documents(paths, exclude=db, on_progress=tick)
     for file, reason in (*loaded.inaccessible, *loaded.skipped):
@@ -146,10 +150,12 @@ def ingest(
         database = Database.create(db, settings)
     with stages() as report_progress:
         report = ingest_documents(
-            database, loaded.documents, on_progress=report_progress, on_estimate=_show_estimate
+            database,
+            loaded.documents,
+            on_progress=report_progress,
+            before_encoding=lambda blocks: _show_estimate(database.engine, blocks),
         )
     unread = {str(file) for file in (*dict(loaded.skipped), *loaded.links)}
-    failed = dict(loaded.inaccessible)
     orphaned = orphaned_sources(database.collection, unread)
     if orphaned:
         others = f" and {len(orphaned) - 3} more" if len(orphaned) > 3 else ""
@@ -157,11 +163,12 @@ def ingest(
             f"note: these files are missing, skipped or empty, but {db} still has their passages: "
             f"{', '.join(orphaned[:3])}{others}; `blockattn-rag remove PATH --db {db}` removes them"
         )
+    failed = dict(loaded.inaccessible)
     shared = report.passages - report.computed - report.reused
     data = {
         **asdict(report),
         "db": db,
-        **{name: getattr(database.manifest, name) for name in _REPORTED},
+        **{key: value for key, value in asdict(database.manifest).items() if key not in _HIDDEN},
         "orphaned": orphaned,
         "links": loaded.links,
         "skipped": [{"file": file, "reason": reason} for file, reason in loaded.skipped],
@@ -190,43 +197,71 @@ def ingest(
         raise typer.Exit(INACCESSIBLE)
 
 
-def _show_estimate(work: Estimate) -> None:
-    if not work.new_blocks:
+def _show_estimate(engine: BlockAttentionEngine, blocks: Sequence[Block]) -> None:
+    """Print the estimated work of encoding blocks, and check that they fit on the disk.
+
+    If the store is not a folder, all blocks count as new, because each lookup is a request.
+    """
+    from blockattn_rag.lab.planning import footprint, measured_operations_per_s, prefill_flops
+    from blockattn_rag.store import DirectoryStore
+
+    model, store = engine.model, engine.store
+    distinct = {block.handle: block for block in blocks}.values()
+    folder = store.path if isinstance(store, DirectoryStore) else None
+    new = [block for block in distinct if folder is None or not engine.contains(block)]
+    if not new:
         return
-    where = f" in {work.folder}, {size(work.free_bytes)} free" if work.free_bytes else ""
-    takes = "" if work.seconds is None else f", about {duration(work.seconds)}"
+    sizes = [len(model.tokenizer.block_ids(block, first=False)) for block in new]
+    config = model.config.get_text_config(decoder=True)
+
+    def stored_bytes(kv_dtype: KVDtypeName) -> int:
+        return sum(map(footprint(config, model.dtype, kv_dtype).block_bytes, sizes))
+
+    new_bytes, int8_bytes = stored_bytes(engine.kv_dtype), stored_bytes("int8")
+    where = takes = ""
+    free_bytes = None
+    if folder is not None:
+        existing = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+        free_bytes = shutil.disk_usage(existing).free
+        where = f" in {folder}, {size(free_bytes)} free"
+    if hasattr(config, "intermediate_size"):
+        speed = measured_operations_per_s(model.dtype, model.device.type)
+        takes = f", about {duration(sum(prefill_flops(config, n) for n in sizes) / speed)}"
     note(
-        f"{count(work.new_blocks, 'passage')} of {count(work.new_tokens, 'token')} to encode: "
-        f"about {size(work.new_bytes)} of keys and values{where}{takes}"
+        f"{count(len(new), 'passage')} of {count(sum(sizes), 'token')} to encode: about "
+        f"{size(new_bytes)} of keys and values{where}{takes}"
     )
-    rate = work.new_bytes / work.new_text_bytes
+    rate = new_bytes / sum(len(block.text.encode()) for block in new)
     note(f"1 MB of such text takes about {size(rate * 1_000_000)} with this model")
-    saves = work.int8_bytes < work.new_bytes
-    if work.free_bytes is not None and work.new_bytes > work.free_bytes:
-        int8 = f" (int8 takes {size(work.int8_bytes)}: --kv-dtype int8)" if saves else ""
+    saves = int8_bytes < new_bytes
+    if free_bytes is not None and new_bytes > free_bytes:
+        int8 = f" (int8 takes {size(int8_bytes)}: --kv-dtype int8)" if saves else ""
         raise ValueError(
-            f"{work.folder} has {size(work.free_bytes)} free, but the keys and values of "
-            f"{work.new_blocks:,} passages take about {size(work.new_bytes)}{int8}; free up space, "
-            "ingest fewer files, or use another folder"
+            f"{folder} has {size(free_bytes)} free, but the keys and values of {len(new):,} "
+            f"passages take about {size(new_bytes)}{int8}; free up space, ingest fewer files, or "
+            "use another folder"
         )
-    if work.new_bytes >= LARGE_BYTES and saves:
+    if new_bytes >= LARGE_BYTES and saves:
         note(
-            f"note: with --kv-dtype int8 they would take about {size(work.int8_bytes)}, with "
-            "nearly the same answers"
+            f"note: with --kv-dtype int8 they would take about {size(int8_bytes)}, with nearly the "
+            "same answers"
         )
 
 
 def _manifest(db: Path, **options: Any) -> Manifest:
-    old = Manifest.read(db)
-    if old is None and not options["model"]:
+    old, model = Manifest.read(db), options["model"]
+    if old is None and not model:
         raise typer.BadParameter("Required for a new database", param_hint="--model")
-    other = options["model"] and old is not None and not _is_model_of(old, options["model"])
-    if old is not None and other and has_passages(db, old):
-        raise ValueError(
-            f"{db} has passages encoded by {old.model}, found --model {options['model']}: remove "
-            "--model, or ingest into a new folder. To query this database with another model, use "
-            f"`blockattn-rag ask --db {db} --model {options['model']}`"
-        )
+    if old is not None and model:
+        path, was = Path(model).expanduser(), Path(old.model)
+        is_same = old.model == (str(path.resolve()) if path.exists() else model)
+        may_have_moved = was.is_absolute() and not was.exists()
+        if not is_same and not may_have_moved and has_passages(db, old):
+            raise ValueError(
+                f"{db} has passages encoded by {old.model}, found --model {model}: remove --model, "
+                "or ingest into a new folder. To query this database with another model, use "
+                f"`blockattn-rag ask --db {db} --model {model}`"
+            )
     chosen = {name: value for name, value in options.items() if value}
     if chosen.get("recipe") == AUTO_SETTING:
         chosen["stock"] = STOCK
@@ -236,18 +271,7 @@ def _manifest(db: Path, **options: Any) -> Manifest:
             f"Cannot be combined with --server, which has its own {' and '.join(clashing)}",
             param_hint=f"--{clashing[0].replace('_', '-')}",
         )
-    return replace(old, **chosen) if old else Manifest(**chosen, fingerprint="")
-
-
-def _is_model_of(old: Manifest, model: str) -> bool:
-    """Whether ``model`` is the database's model.
-
-    If the folder of the database's model no longer exists, any model is accepted, because the
-    folder may have been moved.
-    """
-    path, was = Path(model).expanduser(), Path(old.model)
-    whole = str(path.resolve()) if path.exists() else model
-    return whole == old.model or (was.is_absolute() and not was.exists())
+    return replace(old, **chosen) if old else Manifest(**chosen)
 
 
 def remove(

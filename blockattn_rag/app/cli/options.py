@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import typer
 
 from blockattn_rag import store as kv_store
-from blockattn_rag.app.rag.database import MANIFEST, Manifest
+from blockattn_rag.app.rag.database import Manifest
 
 DatabaseOption = Annotated[Path, typer.Option("--db", help="Database folder, created by `ingest`.")]
 DTYPE_HELP = (
@@ -23,6 +23,9 @@ KV_DTYPE_HELP = (
 )
 KVDtypeName = Literal["model", "int8"]  # Importing kv.KVDtype would load torch.
 KVDtypeOption = Annotated[KVDtypeName, typer.Option(help=KV_DTYPE_HELP)]
+MaxNewTokensOption = Annotated[
+    int, typer.Option(min=1, help="Maximum length of an answer in tokens.")
+]
 MODEL_HELP = "Model name or folder. [bold]bundled[/bold] is the test model inside this package."
 RecipeOption = Annotated[
     str | None,
@@ -37,7 +40,6 @@ StoreArgument = Annotated[
         help="KV store: its folder, an address such as s3://bucket/kv, or a database folder."
     ),
 ]
-FolderArgument = Annotated[str, typer.Argument(help="Folder of a KV store or a database.")]
 _UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 """Seconds per time unit."""
 
@@ -82,13 +84,15 @@ def open_maintained(store: str) -> kv_store.MaintainedStore:
     from blockattn_rag.store.urls import folder_of, scheme_of
 
     scheme = scheme_of(store)
-    if not scheme:
-        manifest = Manifest.read(Path(store))
+    if scheme in ("", "file"):
+        folder = folder_of(store) if scheme else Path(store)
+        manifest = Manifest.read(folder)
         if manifest is not None and manifest.store is not None:
             return open_maintained(manifest.store)
-        return kv_store.DirectoryStore(_store_folder(Path(store)), create=False)
-    if scheme == "file":
-        return kv_store.DirectoryStore(_store_folder(folder_of(store)), create=False)
+        folder = folder / "kv" if manifest is not None else folder
+        if not folder.is_dir():
+            raise FileNotFoundError(f"No such KV store: {folder}")
+        return kv_store.DirectoryStore(folder, create=False)
     if scheme in ("memory", "redis", "rediss"):
         raise ValueError(
             f"A store at {scheme}: is a cache, which evicts entries on its own; pass the folder or "
@@ -98,21 +102,3 @@ def open_maintained(store: str) -> kv_store.MaintainedStore:
     if not isinstance(opened, kv_store.MaintainedStore):
         raise ValueError(f"{store} does not support maintenance")
     return opened
-
-
-def open_folder(store: str) -> kv_store.DirectoryStore:
-    """Like ``open_maintained``, but only for stores in folders."""
-    opened = open_maintained(store)
-    if not isinstance(opened, kv_store.DirectoryStore):
-        raise ValueError(
-            f"Expected a folder, found {opened!r}: other stores do not record when an entry was "
-            "last used. Delete old entries with `blockattn-rag store gc --ttl 30d`"
-        )
-    return opened
-
-
-def _store_folder(path: Path) -> Path:
-    folder = path / "kv" if (path / MANIFEST).is_file() else path
-    if not folder.is_dir():
-        raise FileNotFoundError(f"No such KV store: {folder}")
-    return folder

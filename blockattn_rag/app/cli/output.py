@@ -108,8 +108,7 @@ def table(
     are_short = all(len(row[0]) <= _NAME_WIDTH for row in cells)
     for i, column in enumerate(columns):
         side: Literal["left", "right"] = "left" if i in left else "right"
-        no_wrap = i == 0 and are_short
-        result.add_column(column, justify=side, overflow="fold", no_wrap=no_wrap)
+        result.add_column(column, justify=side, overflow="fold", no_wrap=i == 0 and are_short)
     for row in cells:
         result.add_row(*map(escape, row))
     # The title is separate, because rich would fold it to the table's width.

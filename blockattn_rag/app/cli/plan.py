@@ -5,16 +5,13 @@ from __future__ import annotations
 import shutil
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from blockattn_rag.app.cli.options import KVDtypeOption
 from blockattn_rag.app.cli.output import count, duration, emit, size, table
 from blockattn_rag.app.rag.names import existing_model
-
-if TYPE_CHECKING:
-    from blockattn_rag.lab.planning import CapacityPlan, CapacityTier, Machine
 
 GIB = 1 << 30
 _DEVICE_BYTES_PER_S = {"cpu": 10e9, "cuda": 2e12}
@@ -59,17 +56,59 @@ def plan(
     """
     if tflops is not None and tflops <= 0:
         raise typer.BadParameter(f"Found {tflops:g}, expected above 0", param_hint="--tflops")
-    config, kind = _config(model, dtype, on_gpu=gpu_memory is not None)
-    machine = _machine(kind, gpu_memory, memory, tflops)
-    from blockattn_rag.lab.planning import plan_capacity
+    import psutil
+    import torch
 
-    sizes = {"passages": passages, "passage_tokens": tokens, "top_k": top_k}
-    estimate = plan_capacity(config, kind, machine, **sizes, kv_dtype=kv_dtype)
+    from blockattn_rag.lab.planning import Machine, measured_operations_per_s, plan_capacity
+
+    on_gpu = gpu_memory is not None
+    device = "cuda" if on_gpu else "cpu"
+    config, kind = _config(model, dtype, on_gpu=on_gpu)
+    if tflops is None and on_gpu and not torch.cuda.is_available():
+        raise ValueError(
+            "--gpu-memory was passed, but there is no GPU to measure: also pass --tflops, the "
+            "GPU's speed in practice (about 600 for an H100 in bfloat16, 100 for an RTX 4090)."
+        )
+    machine = Machine(
+        memory_bytes=psutil.virtual_memory().total if memory is None else int(memory * GIB),
+        disk_bytes=shutil.disk_usage(Path.cwd()).free,
+        gpu_bytes=None if gpu_memory is None else int(gpu_memory * GIB),
+        operations_per_s=1e12 * tflops if tflops else measured_operations_per_s(kind, device),
+        device_bytes_per_s=_DEVICE_BYTES_PER_S[device],
+    )
+    estimate = plan_capacity(
+        config, kind, machine,
+        passages=passages, passage_tokens=tokens, top_k=top_k, kv_dtype=kv_dtype,
+    )  # fmt: skip
     settings = {"model": model, "dtype": str(kind).removeprefix("torch."), "kv_dtype": kv_dtype}
     data = {**settings, "passages": passages, **asdict(estimate), "machine": asdict(machine)}
     blocks = "" if kv_dtype == "model" else f", blocks in {kv_dtype}"
     title = f"{count(passages, 'passage')}, {model}, {settings['dtype']}{blocks}"
-    emit(data, *_lines(title, passages, estimate, machine))
+    columns = ("blocks in", "capacity", "of yours", "first token", "against full prefill")
+    rows = []
+    for tier in estimate.tiers:
+        share = "all" if tier.passages >= passages else f"{tier.passages / passages:.0%}"
+        first, gain = "does not fit", "-"
+        if tier.passages:
+            first, gain = duration(tier.ttft_s), f"{estimate.full_ttft_s / tier.ttft_s:.1f} x"
+            if tier.ttft_s >= estimate.full_ttft_s:
+                gain += ": slower than full prefill"
+        rows.append((tier.name, f"{tier.passages:,}", share, first, gain))
+    speed = estimate.break_even_bytes_per_s
+    emit(
+        data,
+        table(title, columns, rows),
+        f"Storage: {size(estimate.passage_bytes)} per passage, {size(estimate.total_bytes)} in all "
+        f"({size(estimate.footprint.bytes_per_token)} per token). Encoding all: "
+        f"{duration(estimate.ingest_s)}. Full prefill: {duration(estimate.full_ttft_s)}.",
+        "A full prefill is faster than reuse here, wherever the blocks are stored."
+        if speed is None
+        else f"Below {size(speed)}/s, reading from a store is slower than a full prefill.",
+        f"Estimated at {machine.operations_per_s / 1e12:.2f} * 10^12 operations/s, "
+        f"{machine.device_bytes_per_s / 1e9:.0f} GB/s of the device's memory, "
+        f"{machine.transfer_bytes_per_s / 1e9:.0f} GB/s to a GPU, "
+        f"{machine.disk_bytes_per_s / 1e9:.1f} GB/s from disk.",
+    )
 
 
 def _config(model: str, dtype: str | None, *, on_gpu: bool) -> tuple[Any, Any]:
@@ -87,60 +126,3 @@ def _config(model: str, dtype: str | None, *, on_gpu: bool) -> tuple[Any, Any]:
     if dtype:
         return config, floating_type(dtype)
     return config, (config.dtype or torch.bfloat16) if on_gpu else torch.float32
-
-
-def _machine(
-    dtype: Any, gpu_memory: float | None, memory: float | None, tflops: float | None
-) -> Machine:
-    import psutil
-    import torch
-
-    from blockattn_rag.lab.planning import Machine, measured_operations_per_s
-
-    on_gpu = gpu_memory is not None
-    device = "cuda" if on_gpu else "cpu"
-    if tflops is None and on_gpu and not torch.cuda.is_available():
-        raise ValueError(
-            "--gpu-memory was passed, but there is no GPU to measure: also pass --tflops, the "
-            "GPU's speed in practice (about 600 for an H100 in bfloat16, 100 for an RTX 4090)."
-        )
-    return Machine(
-        memory_bytes=psutil.virtual_memory().total if memory is None else int(memory * GIB),
-        disk_bytes=shutil.disk_usage(Path.cwd()).free,
-        gpu_bytes=None if gpu_memory is None else int(gpu_memory * GIB),
-        operations_per_s=1e12 * tflops if tflops else measured_operations_per_s(dtype, device),
-        device_bytes_per_s=_DEVICE_BYTES_PER_S[device],
-    )
-
-
-def _lines(title: str, passages: int, estimate: CapacityPlan, machine: Machine) -> list[Any]:
-    rows = [
-        (
-            tier.name,
-            f"{tier.passages:,}",
-            "all" if tier.passages >= passages else f"{tier.passages / passages:.0%}",
-            duration(tier.ttft_s) if tier.passages else "does not fit",
-            _gain(estimate, tier) if tier.passages else "-",
-        )
-        for tier in estimate.tiers
-    ]
-    columns = ("blocks in", "capacity", "of yours", "first token", "against full prefill")
-    speed = estimate.break_even_bytes_per_s
-    return [
-        table(title, columns, rows),
-        f"Storage: {size(estimate.passage_bytes)} per passage, {size(estimate.total_bytes)} in all "
-        f"({size(estimate.footprint.bytes_per_token)} per token). Encoding all: "
-        f"{duration(estimate.ingest_s)}. Full prefill: {duration(estimate.full_ttft_s)}.",
-        "A full prefill is faster than reuse here, wherever the blocks are stored."
-        if speed is None
-        else f"Below {size(speed)}/s, reading from a store is slower than a full prefill.",
-        f"Estimated at {machine.operations_per_s / 1e12:.2f} * 10^12 operations/s, "
-        f"{machine.device_bytes_per_s / 1e9:.0f} GB/s of the device's memory, "
-        f"{machine.transfer_bytes_per_s / 1e9:.0f} GB/s to a GPU, "
-        f"{machine.disk_bytes_per_s / 1e9:.1f} GB/s from disk.",
-    ]
-
-
-def _gain(estimate: CapacityPlan, tier: CapacityTier) -> str:
-    gain = f"{estimate.full_ttft_s / tier.ttft_s:.1f} x"
-    return gain if tier.ttft_s < estimate.full_ttft_s else f"{gain}: slower than full prefill"

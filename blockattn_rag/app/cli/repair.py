@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -22,14 +22,12 @@ if TYPE_CHECKING:
     from blockattn_rag.lab.repair.data import Material
     from blockattn_rag.lab.repair.stages import Progress
     from blockattn_rag.model import BlockModel
-    from blockattn_rag.prompts.blocks import BlockPrompt
     from blockattn_rag.prompts.formats import Passage
 
 _EMBEDDING_SIZE = 1024
 _EMBEDDED_AT_ONCE = 512
 _LINE = '.jsonl or .jsonl.gz, one per line: {"title": "...", "text": "..."}'
 _ENCODED_AT_ONCE = 64
-_DATABASE_FORMAT = "ask"
 RECIPE_FOLDER = "recipe"  # Duplicated, because importing store/directory.py would load torch.
 
 
@@ -77,9 +75,20 @@ def repair(
     the database, where `ask` finds it. Run the same command again to resume an interrupted run.
     """
     started = time.monotonic()
+    from blockattn_rag.lab.repair.report import figures
     from blockattn_rag.lab.repair.run import repair as run
 
-    job = _job(db, model, passages, questions, output)
+    if db is not None and passages is not None:
+        raise typer.BadParameter("Expected either --db or --passages, found both")
+    if db is not None:
+        job = _of_database(db, model, questions, output)
+    elif model is not None and (passages or questions):
+        job = _of_files(model, passages, questions, output)
+    else:
+        raise typer.BadParameter(
+            "Expected --db FOLDER, or --model NAME with --passages FILE or with --questions FILE "
+            "whose questions have passages"
+        )
     with stages() as report:
         recipe = run(
             job.model,
@@ -93,43 +102,35 @@ def repair(
         encoded = None
         if job.database is not None:
             job.database.use_own_recipe()
-            until = started + 60 * minutes
-            encoded = _encode_passages(job.database, recipe, until, report)
-    _show(job, recipe, encoded, time.monotonic() - started)
+            encoded = _encode_passages(job, recipe, started + 60 * minutes, report)
+    seconds = time.monotonic() - started
+    data = {
+        "recipe": str(recipe),
+        "output": job.output,
+        "digest": recipe.digest,
+        "encoded_passages": None if encoded is None else encoded[0],
+        "seconds": seconds,
+        "report": recipe.report,
+    }
+    if encoded is None:
+        use = f'Use it: recipe="{job.output}" (engine and adapters), --recipe {job.output}.'
+    else:
+        done, total = encoded
+        later = "" if done == total else "; the others are encoded when they are first used"
+        use = f"{done} of {count(total, 'passage')} re-encoded{later}. `{job.ask}` now uses it."
+    first = f"Recipe {recipe} written to {job.output} in {duration(seconds)}."
+    emit(data, first, *figures(recipe.report), use)
 
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """Inputs and output of a repair.
-
-    Args:
-        database: Database that will use the recipe.
-    """
+    """Inputs and output of a repair. ``database``: Database that will use the recipe."""
 
     model: BlockModel
     material: Material
     output: Path
     database: Database | None = None
     ask: str = "ask"
-
-
-def _job(
-    db: Path | None,
-    model: str | None,
-    passages: Path | None,
-    questions: Path | None,
-    output: Path | None,
-) -> _Job:
-    if db is not None and passages is not None:
-        raise typer.BadParameter("Expected either --db or --passages, found both")
-    if db is not None:
-        return _of_database(db, model, questions, output)
-    if model is None or (passages is None and questions is None):
-        raise typer.BadParameter(
-            "Expected --db FOLDER, or --model NAME with --passages FILE or with --questions FILE "
-            "whose questions have passages"
-        )
-    return _of_files(model, passages, questions, output)
 
 
 def _of_database(db: Path, model: str | None, questions: Path | None, output: Path | None) -> _Job:
@@ -141,26 +142,14 @@ def _of_database(db: Path, model: str | None, questions: Path | None, output: Pa
     from blockattn_rag.prompts.formats import Passage
 
     database = Database.open(db, model=model, recipe="none")
-    engine, find = database.engine, retriever(database)
+    engine, nearest = database.engine, retriever(database)
     database.require_passages()
-    texts = all_passages(database.collection)
-    make_prompt = prompt_maker(database)
-
-    def nearest(text: str, number: int) -> list[Passage]:
-        return [Passage("", passage) for passage in find(text, number)]
-
-    def prompt(question: str, shown: Sequence[Passage]) -> BlockPrompt:
-        return make_prompt(question, [_text(passage) for passage in shown])
-
-    read = None
-    if questions is not None:
-        read = read_questions(questions, nearest, LIMITS.passages)
     material = Material(
-        prompt=prompt,
-        prompt_format=_DATABASE_FORMAT,
-        passages=[Passage("", text) for text in texts],
+        prompt=prompt_maker(database),
+        prompt_format="ask",
+        passages=[Passage("", text) for text in all_passages(database.collection)],
         nearest=nearest,
-        questions=read,
+        questions=read_questions(questions, nearest, LIMITS.passages) if questions else None,
         lender=engine.store,
         namespace=engine.access.namespace,
         in_use=recipe_in_use(engine.model, engine.store, db),
@@ -169,10 +158,6 @@ def _of_database(db: Path, model: str | None, questions: Path | None, output: Pa
     is_used = target.resolve() == (db / RECIPE_FOLDER).resolve()
     ask = f"ask --model {model}" if model else "ask"
     return _Job(engine.model, material, target, database if is_used else None, ask)
-
-
-def _text(passage: Passage) -> str:
-    return f"{passage.title}\n{passage.text}".strip()
 
 
 def _of_files(
@@ -186,10 +171,8 @@ def _of_files(
     from blockattn_rag.store import open_store
 
     read = [] if passages is None else read_passages(passages)
-    nearest = _Lexical(read) if read else None
-    asked = None
-    if questions is not None:
-        asked = read_questions(questions, nearest, LIMITS.passages)
+    nearest = _lexical(read) if read else None
+    asked = read_questions(questions, nearest, LIMITS.passages) if questions else None
     # Packing is off, because training would repack the weights at every mode change.
     loaded = BlockModel.from_pretrained(model, pack_weights=False)
     form, tokenizer = format_for(AUTO_FORMAT, loaded.name), loaded.tokenizer.tokenizer
@@ -201,87 +184,52 @@ def _of_files(
         questions=asked,
         in_use=recipe_in_use(loaded, open_store(None)),
     )
-    return _Job(loaded, material, output or _beside_model(model))
-
-
-def _beside_model(model: str) -> Path:
-    """Return the folder where ``auto`` finds a model's recipe.
-
-    If the model is not a folder, this is a folder in the current directory.
-    """
+    # Where `auto` finds the recipe of a model in a folder.
     path = Path(model).expanduser()
-    if path.exists():
-        return (path if path.is_dir() else path.parent) / RECIPE_FOLDER
-    return Path(f"{path.name}-recipe")
+    folder = path if path.is_dir() else path.parent
+    beside = folder / RECIPE_FOLDER if path.exists() else Path(f"{path.name}-recipe")
+    return _Job(loaded, material, output or beside)
 
 
-class _Lexical:
-    """Retriever that returns the passages that share the most words with a text."""
+def _lexical(passages: Sequence[Passage]) -> Callable[[str, int], list[Passage]]:
+    """Return a retriever of the passages that share the most words with a text."""
+    import numpy as np
 
-    def __init__(self, passages: Sequence[Passage]) -> None:
-        import numpy as np
+    from blockattn_rag.adapters.hashed_embedding import hashed_vectors
+    from blockattn_rag.app.rag.passages import text_of
 
-        texts = [_text(passage) for passage in passages]
-        parts = range(0, len(texts), _EMBEDDED_AT_ONCE)
-        self._passages = passages
-        self._vectors = np.concatenate(
-            [self._embed(texts[start : start + _EMBEDDED_AT_ONCE]) for start in parts]
-        )
-
-    def __call__(self, text: str, number: int) -> list[Passage]:
-        (vector,) = self._embed([text])
-        best = (-(self._vectors @ vector)).argsort(kind="stable")[:number]
-        return [self._passages[index] for index in best]
-
-    @staticmethod
-    def _embed(texts: Sequence[str]) -> Any:
-        import numpy as np
-
-        from blockattn_rag.adapters.hashed_embedding import hashed_vectors
-
+    def embed(texts: Sequence[str]) -> Any:
         return np.array(hashed_vectors(texts, _EMBEDDING_SIZE), dtype=np.float32)
 
+    texts = [text_of(passage) for passage in passages]
+    parts = range(0, len(texts), _EMBEDDED_AT_ONCE)
+    vectors = np.concatenate([embed(texts[start : start + _EMBEDDED_AT_ONCE]) for start in parts])
 
-def _encode_passages(
-    database: Database, recipe: Recipe, until: float, report: Progress
-) -> tuple[int, int]:
+    def nearest(text: str, number: int) -> list[Passage]:
+        (vector,) = embed([text])
+        best = (-(vectors @ vector)).argsort(kind="stable")[:number]
+        return [passages[index] for index in best]
+
+    return nearest
+
+
+def _encode_passages(job: _Job, recipe: Recipe, until: float, report: Progress) -> tuple[int, int]:
     """Encode a database's passages with a recipe, up to a time limit. Returns (encoded, total).
 
     Passages that are already stored with the recipe's sink and without an adapter are skipped.
     """
-    from blockattn_rag.app.rag.passages import all_passages
     from blockattn_rag.prompts.blocks import Block
 
-    engine = database.engine
-    blocks = [Block(text, database.template) for text in all_passages(database.collection)]
+    assert job.database is not None
+    template = job.database.template
+    blocks = [Block(passage.text, template) for passage in job.material.passages]
     done = 0
     for start in range(0, len(blocks), _ENCODED_AT_ONCE):
         if start and time.monotonic() > until:
             break
         report("re-encoding passages", done, len(blocks))
         part = blocks[start : start + _ENCODED_AT_ONCE]
-        engine.precompute(part, recipe=recipe)
+        job.database.engine.precompute(part, recipe=recipe)
         done += len(part)
     report("re-encoding passages", done, len(blocks))
     return done, len(blocks)
-
-
-def _show(job: _Job, recipe: Recipe, encoded: tuple[int, int] | None, seconds: float) -> None:
-    from blockattn_rag.lab.repair.report import figures
-
-    if encoded is None:
-        use = f'Use it: recipe="{job.output}" (engine and adapters), --recipe {job.output}.'
-    else:
-        done, total = encoded
-        later = "" if done == total else "; the others are encoded when they are first used"
-        use = f"{done} of {count(total, 'passage')} re-encoded{later}. `{job.ask}` now uses it."
-    data = {
-        "recipe": str(recipe),
-        "output": job.output,
-        "digest": recipe.digest,
-        "encoded_passages": None if encoded is None else encoded[0],
-        "seconds": seconds,
-        "report": recipe.report,
-    }
-    first = f"Recipe {recipe} written to {job.output} in {duration(seconds)}."
-    emit(data, first, *figures(recipe.report), use)

@@ -29,20 +29,11 @@ from blockattn_rag.app.rag.names import existing_model
 from blockattn_rag.errors import ServingError
 
 if TYPE_CHECKING:
-    from blockattn_rag.app.serving import Served
     from blockattn_rag.server.protocol import ServerInfo
 
 _KEY = "VLLM_API_KEY"
-_CHAT: dict[str, Any] = {
-    "messages": [{"role": "user", "content": "What is the height of Halden Tower?"}],
-    "documents": [{"text": "The height of Halden Tower is 214 metres."}],
-    "temperature": 0,
-}
-_PLAIN: dict[str, Any] = {
-    "prompt": "Question: What is the height of Halden Tower?\nAnswer:",
-    "documents": [{"text": "The height of Halden Tower is 214 metres."}],
-    "temperature": 0,
-}
+_QUESTION = "What is the height of Halden Tower?"
+_DOCUMENTS = [{"text": "The height of Halden Tower is 214 metres."}]
 
 
 class WithVllmOptions(TyperCommand):
@@ -96,19 +87,32 @@ def serve(
     is ready, checks its answers, and prints its address. The API key, if any, is read from
     VLLM_API_KEY.
     """
+    from blockattn_rag.app.rag.database import Manifest
+    from blockattn_rag.app.serving import server_options, settings_of
     from blockattn_rag.server import launch
 
     launch.require_vllm()
     launch.check_options(ctx.args)
     launch.require_port(host, port)
-    served = _served(model, store, db, recipe, dtype)
+    if db is not None:
+        if model or store or recipe or dtype != "auto":
+            raise typer.BadParameter(
+                "A database already has a model, store, recipe and dtype; remove these arguments"
+            )
+        settings = settings_of(db)
+    elif model is None or store is None:
+        raise typer.BadParameter("Expected a MODEL and a --store, or a database (--db)")
+    else:
+        chosen = absolute_recipe(recipe) or "auto"
+        settings = Manifest(model, store=store, recipe=chosen, dtype=dtype)
     recognition = {"recognize": "sources" if sources else True} if sources or recognize else {}
     with _ending_on_signals():
-        with waiting(f"reading {served.model}"):
-            options = served.options(launch.prevents_recomputing(ctx.args))
+        with waiting(f"reading {settings.model}"):
+            conflicting = launch.prevents_recomputing(ctx.args)
+            options = server_options(settings, db and db.resolve(), conflicting)
         command = launch.vllm_command(
             options.source,
-            name=served.model,
+            name=settings.model,
             dtype=options.dtype,
             revision=options.revision,
             connector={**options.connector, **recognition},
@@ -117,7 +121,11 @@ def serve(
             options=ctx.args,
         )
         note(shlex.join(command))
-        with launch.VllmServer(command, launch.vllm_environment(os.environ), _log) as server:
+
+        def log(line: str) -> None:
+            typer.echo(plain(line), err=True)
+
+        with launch.VllmServer(command, launch.vllm_environment(os.environ), log) as server:
             address = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
             url = f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
             server.wait_until_healthy(
@@ -127,23 +135,6 @@ def serve(
             show(f"{info.models[0]} is served at {url}", _curl(url, info))
             note("Ctrl-C stops the server")
             server.run()
-
-
-def _served(
-    model: str | None, store: str | None, db: Path | None, recipe: str | None, dtype: str
-) -> Served:
-    from blockattn_rag.app.serving import Served
-
-    if db is not None:
-        if model or store or recipe or dtype != "auto":
-            raise typer.BadParameter(
-                "A database already has a model, store, recipe and dtype; remove these arguments"
-            )
-        return Served.of_database(db)
-    if model is None or store is None:
-        raise typer.BadParameter("Expected a MODEL and a --store, or a database (--db)")
-    chosen = absolute_recipe(recipe) or "auto"
-    return Served(model=model, store=store, recipe=chosen, dtype=dtype)
 
 
 def _check(url: str, address: str) -> ServerInfo:
@@ -166,15 +157,15 @@ def _check(url: str, address: str) -> ServerInfo:
 def _curl(url: str, info: ServerInfo) -> str:
     from blockattn_rag.server.protocol import OPENAI
 
-    path, asked = ("chat/completions", _CHAT) if info.has_chat_template else ("completions", _PLAIN)
-    body = {"model": info.models[0], **asked}
+    prompt: dict[str, Any]
+    if info.has_chat_template:
+        path, prompt = "chat/completions", {"messages": [{"role": "user", "content": _QUESTION}]}
+    else:
+        path, prompt = "completions", {"prompt": f"Question: {_QUESTION}\nAnswer:"}
+    body = {"model": info.models[0], **prompt, "documents": _DOCUMENTS, "temperature": 0}
     key = [f'-H "Authorization: Bearer ${_KEY}"'] if os.environ.get(_KEY) else []
     words = [f"curl {url}{OPENAI}/{path}", *key, "-H 'Content-Type: application/json'"]
     return " ".join([*words, "-d", shlex.quote(json.dumps(body))])
-
-
-def _log(line: str) -> None:
-    typer.echo(plain(line), err=True)
 
 
 @contextlib.contextmanager

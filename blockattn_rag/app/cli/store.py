@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -18,21 +17,10 @@ import typer
 
 from blockattn_rag import store as kv_store
 from blockattn_rag.adapters.handles import handles_in
-from blockattn_rag.app.cli.options import (
-    FolderArgument,
-    StoreArgument,
-    open_folder,
-    open_maintained,
-    seconds_of,
-)
+from blockattn_rag.app.cli.options import StoreArgument, open_maintained, seconds_of
 from blockattn_rag.app.cli.output import count, emit, json_file, note, plain, show, size, table
 from blockattn_rag.app.cli.progress import counter
-from blockattn_rag.app.rag.database import (
-    MANIFEST,
-    Manifest,
-    chroma_client,
-    stored_collection,
-)
+from blockattn_rag.app.rag.database import MANIFEST, Manifest, chroma_client, stored_collection
 from blockattn_rag.app.rag.passages import all_passages
 from blockattn_rag.errors import StoreError
 from blockattn_rag.store.namespaces import check_namespace
@@ -94,7 +82,10 @@ def gc(
     opened = open_maintained(store)
     if (Path(store) / MANIFEST).is_file():
         users.insert(0, store)
-    judged = _namespaces_of(namespace or [], users)
+    namespaces: set[str] | None = None
+    if _ALL not in (namespace or []):
+        own = [read.namespace for user in users if (read := Manifest.read(Path(user)))]
+        namespaces = {check_namespace(name) for name in namespace or own or [""]}
     looked_up_s = time.time()
     kept, names = _live_handles(users)
     by_age = ttl_s is not None and not users
@@ -117,14 +108,14 @@ def gc(
             tick,
             grace_s=young_s,
             ttl_s=ttl_s,
-            namespaces=judged,
+            namespaces=namespaces,
             dry_run=dry_run,
             force=force,
         )
     for error in report.errors.first.values():
         note(f"note: {error}")
     data = asdict(report) | {"store": store, "collections": names, "live_handles": len(kept)}
-    data["namespaces"] = None if judged is None else sorted(judged)
+    data["namespaces"] = None if namespaces is None else sorted(namespaces)
     verb = "Would delete" if dry_run else "Deleted"
     summary = (
         f"{verb} {count(report.deleted.count, 'entry')} and "
@@ -142,8 +133,13 @@ def gc(
 def _live_handles(users: list[str]) -> tuple[set[str], list[str]]:
     clients = [_chroma(user) for user in users]
     collections = [collection for client in clients for collection in client.list_collections()]
+    handles = set()
     with counter("handles read") as tick:
-        handles = set(_counted(handles_in(collections), tick))
+        for done, handle in enumerate(handles_in(collections), start=1):
+            if _HANDLE.fullmatch(handle):
+                handles.add(handle)
+            if done % 1000 == 0:
+                tick(done)
     return handles, [collection.name for collection in collections]
 
 
@@ -164,55 +160,15 @@ def _chroma(user: str) -> ClientAPI:
     return chroma_client(folder / "chroma" if Manifest.read(folder) else folder)
 
 
-def _namespaces_of(named: list[str], users: list[str]) -> set[str] | None:
-    """Return the namespaces to clean up: ``named``, else those of the databases. None: all."""
-    if _ALL in named:
-        return None
-    manifests = [Manifest.read(Path(user)) for user in users]
-    own = [manifest.namespace for manifest in manifests if manifest is not None]
-    return {check_namespace(name) for name in named or own or [""]}
-
-
-def _counted(handles: Iterable[str], tick: Callable[[int], None]) -> Iterator[str]:
-    for done, handle in enumerate(handles, start=1):
-        if _HANDLE.fullmatch(handle):
-            yield handle
-        if done % 1000 == 0:
-            tick(done)
-
-
 @app.command()
 def stats(store: StoreArgument) -> None:
     """Count entries, tokens and bytes by model, namespace and dtype."""
-    kinds, unreadable = _kinds(open_maintained(store))
-    total: Counter[str] = Counter(entries=0, tokens=0, bytes=0)
-    groups: dict[str, dict[str, Counter[str]]] = {name: {} for name in _GROUPS}
-    for names, figures in kinds.items():
-        total.update(figures)
-        for group, name in zip(groups.values(), names, strict=True):
-            group.setdefault(name, Counter()).update(figures)
-    rows = [
-        (ascii(model)[1:-1][:12], ascii(namespace)[1:-1], kv_dtype, *_cells(figures))
-        for (model, namespace, kv_dtype), figures in kinds.items()
-    ]
-    rows.append(("all", "", "", *_cells(total)))
-    if unreadable:
-        note(f"note: {unreadable.count} entries cannot be used; see `blockattn-rag store verify`")
-    data = {"store": store, **total, **groups, "unreadable": asdict(unreadable)}
-    emit(data, table(str(store), _COLUMNS, rows))
-
-
-def _cells(figures: Counter[str]) -> tuple[object, ...]:
-    return figures["entries"], figures["tokens"], size(figures["bytes"])
-
-
-def _kinds(
-    opened: kv_store.MaintainedStore,
-) -> tuple[dict[tuple[str, str, str], Counter[str]], kv_store.Tally]:
     kinds: dict[tuple[str, str, str], Counter[str]] = {}
     unreadable = kv_store.Tally()
+    total: Counter[str] = Counter(entries=0, tokens=0, bytes=0)
+    groups: dict[str, dict[str, Counter[str]]] = {name: {} for name in _GROUPS}
     with counter("entries read") as tick:
-        for done, (key, info) in enumerate(kv_store.describe_all(opened), start=1):
+        for done, (key, info) in enumerate(kv_store.describe_all(open_maintained(store)), start=1):
             tick(done)
             if isinstance(info, StoreError):
                 unreadable.add(key, str(info))
@@ -220,8 +176,20 @@ def _kinds(
                 header = info.header
                 kind = (header.fingerprint, header.namespace, header.kv_dtype)
                 figures = {"entries": 1, "tokens": header.num_tokens, "bytes": info.nbytes}
+                total.update(figures)
                 kinds.setdefault(kind, Counter()).update(figures)
-    return kinds, unreadable
+                for group, name in zip(groups.values(), kind, strict=True):
+                    group.setdefault(name, Counter()).update(figures)
+    if unreadable:
+        note(f"note: {unreadable.count} entries cannot be used; see `blockattn-rag store verify`")
+    kinds["all", "", ""] = total
+    rows = [
+        (ascii(model)[1:-1][:12], ascii(namespace)[1:-1], kv_dtype, figures["entries"],
+         figures["tokens"], size(figures["bytes"]))
+        for (model, namespace, kv_dtype), figures in kinds.items()
+    ]  # fmt: skip
+    data = {"store": store, **total, **groups, "unreadable": asdict(unreadable)}
+    emit(data, table(str(store), _COLUMNS, rows))
 
 
 @app.command("ls")
@@ -265,7 +233,12 @@ def verify(
     Entries that could not be read because of insufficient memory or permissions may be intact. They
     are reported, but not deleted.
     """
-    share = _share(sample)
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(%?)", sample.strip())
+    share = float(match[1]) / (100 if match[2] else 1) if match else 0.0
+    if not 0 < share <= 1:
+        raise typer.BadParameter(
+            f"Expected a fraction such as 1% or 0.01, found {sample!r}", param_hint="--sample"
+        )
     with counter("verified") as tick:
         report = kv_store.verify(
             open_maintained(store),
@@ -314,7 +287,7 @@ def index(store: StoreArgument) -> None:
 
 @app.command()
 def shrink(
-    store: FolderArgument,
+    store: Annotated[str, typer.Argument(help="Folder of a KV store or a database.")],
     max_bytes: Annotated[
         str, typer.Option(help="Maximum size of the entries: 500MB, 20GB, 20GiB, or bytes.")
     ],
@@ -324,29 +297,24 @@ def shrink(
     Entries are deleted even if passages refer to them, and encoded again when needed. In Python,
     `DirectoryStore(path, max_bytes=…)` limits a store's size permanently.
     """
-    most = _bytes(max_bytes)
-    report = kv_store.shrink(open_folder(store), most)
+    try:
+        most = bytes_of(max_bytes.strip())
+    except ValueError:
+        most = 0
+    if not most:
+        raise typer.BadParameter(
+            f"Expected a size such as 500MB, 20GB or 20GiB, found {max_bytes!r}",
+            param_hint="--max-bytes",
+        )
+    opened = open_maintained(store)
+    if not isinstance(opened, kv_store.DirectoryStore):
+        raise ValueError(
+            f"Expected a folder, found {opened!r}: other stores do not record when an entry was "
+            "last used. Delete old entries with `blockattn-rag store gc --ttl 30d`"
+        )
+    report = kv_store.shrink(opened, most)
     summary = (
         f"Deleted {count(len(report.deleted), 'entry')} ({size(report.freed_bytes)}); "
         f"the remaining entries take {size(report.left_bytes)}"
     )
     emit({**asdict(report), "store": store, "max_bytes": most}, summary)
-
-
-def _bytes(text: str) -> int:
-    with contextlib.suppress(ValueError):
-        if nbytes := bytes_of(text.strip()):
-            return nbytes
-    raise typer.BadParameter(
-        f"Expected a size such as 500MB, 20GB or 20GiB, found {text!r}", param_hint="--max-bytes"
-    )
-
-
-def _share(text: str) -> float:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(%?)", text.strip())
-    share = float(match[1]) / (100 if match[2] else 1) if match else 0.0
-    if not 0 < share <= 1:
-        raise typer.BadParameter(
-            f"Expected a fraction such as 1% or 0.01, found {text!r}", param_hint="--sample"
-        )
-    return share

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from blockattn_rag.app.cli.options import MODEL_HELP
 from blockattn_rag.app.cli.output import count, duration, emit
 from blockattn_rag.app.rag.names import existing_model
-
-if TYPE_CHECKING:
-    from blockattn_rag.lab.training.report import FinetuneReport
 
 
 def train(
@@ -65,23 +62,18 @@ def train(
         gradient_checkpointing=gradient_checkpointing,
     )
     report = finetune(config)
-    _show(report, "adapter" if lora else "model")
-
-
-def _show(report: FinetuneReport, what: str) -> None:
     losses = report.eval_losses.items()
-    data = {
-        "output": report.output,
-        "steps": report.steps,
-        "seconds": report.seconds,
-        "loss": report.loss,
-        "eval_losses": {mode: {"before": first, "after": last} for mode, (first, last) in losses},
-        "history": report.history,
-    }
     emit(
-        data,
-        f"The {what} is in {report.output}. Measure it: blockattn-rag eval --model {report.output} "
-        "--data FILE",
+        {
+            "output": report.output,
+            "steps": report.steps,
+            "seconds": report.seconds,
+            "loss": report.loss,
+            "eval_losses": {mode: {"before": old, "after": new} for mode, (old, new) in losses},
+            "history": report.history,
+        },
+        f"The {'adapter' if lora else 'model'} is in {report.output}. Measure it: blockattn-rag "
+        f"eval --model {report.output} --data FILE",
         f"{count(report.steps, 'step')} in {duration(report.seconds)}; training loss over the last "
         f"logged steps: {report.loss:.4f}.",
         report.evaluation_text

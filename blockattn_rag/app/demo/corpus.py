@@ -41,13 +41,13 @@ class CorpusQuestion:
 @cache
 def bundled_corpus() -> tuple[Passage, ...]:
     """Return the encyclopedia: 150 passages about fictional entities."""
-    return tuple(Passage(**record) for record in _records("encyclopedia"))
+    return tuple(Passage(**record) for record in records("encyclopedia"))
 
 
 @cache
 def bundled_questions() -> tuple[CorpusQuestion, ...]:
     """Return 15 questions about the corpus: 10 about a single passage, and 5 comparisons."""
-    return tuple(_question(record) for record in _records("questions"))
+    return tuple(_question(record) for record in records("questions"))
 
 
 @cache
@@ -60,7 +60,7 @@ def bundled_samples(
     ``"one-passage"`` and 60 ``"order"`` test questions. With 3 passages, there are 100 test and 160
     training questions of the kind ``"one-passage"``.
     """
-    return tuple(_question(record) for record in _records(f"{split}-{kind}-{num_passages}"))
+    return tuple(_question(record) for record in records(f"{split}-{kind}-{num_passages}"))
 
 
 def is_correct(question: CorpusQuestion, answer: str) -> bool:
@@ -72,7 +72,8 @@ def _normalize(text: str) -> str:
     return " ".join(re.findall(r"\w+", text.lower()))
 
 
-def _records(name: str) -> list[dict[str, Any]]:
+def records(name: str) -> list[dict[str, Any]]:
+    """Read a JSON Lines file in ``data``, named without its suffix."""
     lines = (_DATA / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
     return [json.loads(line) for line in lines]
 

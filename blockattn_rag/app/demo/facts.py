@@ -6,15 +6,12 @@ asks 12 of the questions. ``benchmarks/facts.py`` in the repository asks all of 
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
-from typing import Any
 
-FOLDER = Path(__file__).parent / "data" / "facts"
+from blockattn_rag.app.demo.corpus import records
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +26,7 @@ class Article:
 
 @dataclass(frozen=True, slots=True)
 class FactQuestion:
-    """Question about one article.
-
-    Attributes:
-        answers: Accepted answers. The article contains the first answer verbatim.
-    """
+    """Question about one article, which contains the first accepted answer verbatim."""
 
     id: str
     question: str
@@ -52,10 +45,10 @@ class Facts:
 
 @cache
 def load() -> Facts:
-    articles = [Article(**record) for record in _records("articles.jsonl")]
+    articles = [Article(**record) for record in records("facts/articles")]
     questions = [
         FactQuestion(**record | {"answers": tuple(record["answers"])})
-        for record in _records("questions.jsonl")
+        for record in records("facts/questions")
     ]
     return Facts({article.id: article for article in articles}, tuple(questions))
 
@@ -70,8 +63,3 @@ def is_right(answer: str, accepted: Sequence[str]) -> bool:
         re.search(rf"(?<!\w)(?<!\d[.,]){re.escape(expected)}(?!\w|[.,]\d)", text, re.IGNORECASE)
         for expected in accepted
     )
-
-
-def _records(name: str) -> list[dict[str, Any]]:
-    lines = (FOLDER / name).read_text(encoding="utf-8").splitlines()
-    return [json.loads(line) for line in lines]

@@ -16,10 +16,9 @@ from html import escape
 from importlib.util import find_spec
 from queue import Empty, SimpleQueue
 from threading import Event
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
-from blockattn_rag.app.demo.run import speedup
-from blockattn_rag.app.rag.ask import Assistant, AssistantAnswer
+from blockattn_rag.app.rag.ask import Assistant
 from blockattn_rag.app.rag.database import Database
 from blockattn_rag.app.rag.passages import retriever
 from blockattn_rag.engine.results import Mode, ReuseStats
@@ -41,14 +40,6 @@ _STYLE = """<style>
 .ba-tag { color: white !important; border-radius: 4px; padding: 1px 6px; font-size: .8em }
 .ba-text { white-space: pre-wrap; overflow-wrap: anywhere; margin: 4px 0 10px 1em }
 </style>"""
-
-
-class Retrieved(NamedTuple):
-    """Retrieved passage, and whether it was stored before the question."""
-
-    text: str
-    tokens: int
-    stored: bool
 
 
 class Columns(NamedTuple):
@@ -74,40 +65,41 @@ class Race:
             yield shown._replace(passages="Type a question.")
             return
         try:
-            retrieved = self.retrieved(question)
-            shown = shown._replace(passages=_passages(retrieved))
+            shown = shown._replace(passages=self._passages(question))
             yield shown
-            answers: dict[Mode, AssistantAnswer] = {}
-            for mode in ("block", "full"):
-                for text, clock_s, answer in self._stream(question, mode):
-                    stats = answer.stats if answer else None
-                    html = _column(mode, text, clock_s, stats)
-                    shown = shown._replace(**{mode: html})
-                    if answer:
-                        answers[mode] = answer
+            ttft_s: dict[Mode, float] = {}
+            for mode in get_args(Mode):
+                for text, clock_s, stats in self._stream(question, mode):
+                    shown = shown._replace(**{mode: _column(mode, text, clock_s, stats)})
+                    ttft_s[mode] = clock_s
                     yield shown
-            ratio = answers["full"].stats.ttft_s / answers["block"].stats.ttft_s
+            ratio = ttft_s["full"] / ttft_s["block"]
             gain = f"<p><b>First token {speedup(ratio)} in block mode.</b></p>"
             yield shown._replace(passages=gain + shown.passages)
         except Exception as error:
             logger.exception("Cannot answer %r", question)
             yield shown._replace(passages=f"<b>Error:</b> {escape(str(error))}")
 
-    def retrieved(self, question: str) -> list[Retrieved]:
-        engine, template = self._database.engine, self._database.template
-        retrieved = []
-        for text in retriever(self._database)(question, self._top_k):
-            block = Block(text, template)
+    def _passages(self, question: str) -> str:
+        """Retrieve passages, and mark those that were stored before the question."""
+        engine, rows = self._database.engine, []
+        for passage in retriever(self._database)(question, self._top_k):
+            block = Block(passage.text, self._database.template)
             tokens = len(engine.model.tokenizer.block_ids(block, first=False))
-            retrieved.append(Retrieved(text, tokens, engine.contains(block)))
-        return retrieved
+            kind, tag = "computed", "computed now"
+            if engine.contains(block):
+                kind = tag = "reused"
+            start = " ".join(passage.text.split())[:90]
+            rows.append(
+                f"<details><summary>{escape(start)} ... <span class='ba-small'>{tokens} tokens"
+                f'</span> <span class="ba-tag ba-{kind}">{tag}</span></summary>'
+                f'<div class="ba-text">{escape(passage.text)}</div></details>'
+            )
+        return f"<h3>{len(rows)} passages, and what block mode reuses</h3>{''.join(rows)}"
 
-    def _stream(
-        self, question: str, mode: Mode
-    ) -> Iterator[tuple[str, float, AssistantAnswer | None]]:
-        """Yield the text so far, the seconds until the first token (or until now), and the answer.
-
-        The answer is None until it is complete.
+    def _stream(self, question: str, mode: Mode) -> Iterator[tuple[str, float, ReuseStats | None]]:
+        """Yield the text so far, the seconds until the first token (or until now), and the
+        statistics, which are None until the answer is complete.
         """
         pieces: SimpleQueue[str] = SimpleQueue()
         closed = Event()
@@ -129,7 +121,7 @@ class Race:
                         pass  # Only update the clock.
                     yield text, first_s or time.perf_counter() - started, None
                 answer = coming.result()
-                yield answer.answer, answer.stats.ttft_s, answer
+                yield answer.answer, answer.stats.ttft_s, answer.stats
             finally:
                 closed.set()  # Stop the answer when the page is closed.
 
@@ -155,17 +147,9 @@ def _column(
     return "".join(parts)
 
 
-def _passages(retrieved: Sequence[Retrieved]) -> str:
-    rows = []
-    for passage in retrieved:
-        kind, tag = ("reused", "reused") if passage.stored else ("computed", "computed now")
-        start = " ".join(passage.text.split())[:90]
-        rows.append(
-            f"<details><summary>{escape(start)} ... <span class='ba-small'>{passage.tokens} tokens"
-            f'</span> <span class="ba-tag ba-{kind}">{tag}</span></summary>'
-            f'<div class="ba-text">{escape(passage.text)}</div></details>'
-        )
-    return f"<h3>{len(retrieved)} passages, and what block mode reuses</h3>{''.join(rows)}"
+def speedup(ratio: float) -> str:
+    """Format a ratio of two times: ``3.5 times sooner``, or ``1.2 times later`` below 1."""
+    return f"{ratio:.1f} times sooner" if ratio >= 1 else f"{1 / ratio:.1f} times later"
 
 
 def is_available() -> bool:

@@ -8,16 +8,16 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, get_args
 
 import blockattn_rag.llama_index as adapter
 from blockattn_rag.app.rag.database import Database
 from blockattn_rag.app.rag.documents import SOURCE_KEY
-from blockattn_rag.app.rag.passages import distinct_retriever
+from blockattn_rag.app.rag.passages import distinct_retriever, prompt_maker
 from blockattn_rag.engine.results import Mode, ReuseStats
 from blockattn_rag.errors import StoreError
 from blockattn_rag.output.answers import complete_json
-from blockattn_rag.prompts.markers import wrap
+from blockattn_rag.prompts.formats import Passage
 
 if TYPE_CHECKING:
     from llama_index.core.schema import NodeWithScore, QueryBundle
@@ -35,7 +35,7 @@ class Turn(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Passage that an answer is based on. ``page`` is the page in a PDF, or empty."""
+    """Passage that an answer is based on. ``page``: Page in a PDF, or empty."""
 
     source: str
     page: str
@@ -51,8 +51,6 @@ class AssistantAnswer:
     Attributes:
         stats: Totals over all model calls. ``ttft_s`` ends at the first token of the last call,
             which generates the answer.
-        finish_reason: ``"stop"``, ``"length"`` (cut off by ``max_new_tokens`` or the context
-            window) or ``"repetition"`` (stopped because the answer repeated itself).
         waited_s: Seconds from the question to the first text, including retrieval.
         object: The answer as a JSON value, if there is a schema.
         answered_s: Seconds from the question to the end of the answer.
@@ -71,31 +69,16 @@ class AssistantAnswer:
     includes_warm_up: bool = False
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "question": self.question,
-            "answer": self.answer,
-            "object": self.object,
-            "mode": self.stats.mode,
-            "recipe": self.stats.recipe,
-            "sources": [asdict(source) for source in self.sources],
-            **self.stats.reuse(),
-            "int8_blocks": self.stats.int8_blocks,
-            "generated_tokens": self.stats.generated_tokens,
-            "finish_reason": self.finish_reason,
-            "waited_s": self.waited_s,
-            "answered_s": self.answered_s,
-            "includes_warm_up": self.includes_warm_up,
-            "ttft_s": self.stats.ttft_s,
-            "total_s": self.stats.total_s,
-        }
+        """Return all fields and statistics, except for the times of single steps."""
+        fields = asdict(self)
+        stats = fields.pop("stats")
+        for step in ("fetch_s", "assemble_s", "prefill_s"):
+            del stats[step]
+        return fields | stats
 
 
-class _Outcome(NamedTuple):
-    """Sources and finish reason of an answer."""
-
-    nodes: Sequence[NodeWithScore]
-    finish_reason: str
-    stats: ReuseStats
+_Outcome: TypeAlias = "tuple[Sequence[NodeWithScore], str, ReuseStats]"
+"""Sources, finish reason and statistics of an answer."""
 
 
 class Assistant:
@@ -141,10 +124,16 @@ class Assistant:
             history: Earlier turns, oldest first. Passages are retrieved for this question and the
                 previous one.
         """
-        _check_text(question)
+        try:
+            question.encode()
+        except UnicodeEncodeError as error:  # Python decodes invalid bytes as lone surrogates.
+            raise ValueError(
+                f"Invalid UTF-8 in the question, after {error.start} characters of "
+                f"{question[:80]!a}; convert the input, or set the terminal's encoding"
+            ) from error
         started = time.perf_counter()
         pieces: list[str] = []
-        waited_s = None
+        waited_s = 0.0
 
         def take(piece: str) -> None:
             nonlocal waited_s
@@ -156,6 +145,7 @@ class Assistant:
         answer = self._served if self._database.server is not None else self._local
         nodes, finish_reason, stats = answer(self._query(question, history), mode, take)
         answered_s = time.perf_counter() - started
+        waited_s = waited_s or answered_s
         text = "".join(pieces).strip()
         value = None
         if self._schema is not None:
@@ -167,23 +157,31 @@ class Assistant:
         logger.info(
             "%s mode, %d passages: fetched in %.3f s, placed in %.3f s, prefilled in %.3f s; "
             "%.3f s to the first text, including retrieval",
-            mode, len(nodes), stats.fetch_s, stats.assemble_s, stats.prefill_s,
-            waited_s or answered_s,
+            mode, len(nodes), stats.fetch_s, stats.assemble_s, stats.prefill_s, waited_s,
         )  # fmt: skip
         return AssistantAnswer(
             question=question,
             answer=text,
-            sources=tuple(map(_source, nodes)),
+            sources=tuple(
+                Source(
+                    source=str(hit.node.metadata.get(SOURCE_KEY, "")),
+                    page=str(hit.node.metadata.get("page_label", "")),
+                    title=str(hit.node.metadata.get("title", "")),
+                    text=hit.node.get_content(),
+                    score=hit.score,
+                )
+                for hit in nodes
+            ),
             stats=stats,
             finish_reason=finish_reason,
-            waited_s=waited_s or answered_s,
+            waited_s=waited_s,
             object=value,
             answered_s=answered_s,
             includes_warm_up=includes_warm_up,
         )
 
     def _local(self, query: QueryBundle, mode: Mode, take: Callable[[str], None]) -> _Outcome:
-        """Answer with the engine in this process. ``take`` is called with each piece of text."""
+        """Answer with the engine in this process."""
         from llama_index.core.query_engine import RetrieverQueryEngine
 
         llm = self._llm(mode)
@@ -200,47 +198,41 @@ class Assistant:
                 for piece in filter(None, coming):
                     take(piece)
         finish_reason = calls[-1]["finish_reason"] if calls else "stop"
-        return _Outcome(response.source_nodes, finish_reason, _total(mode, calls))
+        return response.source_nodes, finish_reason, _total(mode, calls)
 
     def _served(self, query: QueryBundle, mode: Mode, take: Callable[[str], None]) -> _Outcome:
         """Answer with the server, which creates the same prompt from the passages."""
         assert self._database.server is not None
         nodes = self._retriever.retrieve(query)
-        texts = filter(None, (adapter.canonical_text(node.node) for node in nodes))
         finish_reason, stats = self._database.server.ask(
             query.query_str,
-            [*texts],
+            [text for node in nodes if (text := adapter.canonical_text(node.node))],
             mode=mode,
             take=take,
             max_tokens=self._max_new_tokens,
             chat_template_kwargs=self._options["chat_template_kwargs"],
             schema=self._schema,
         )
-        return _Outcome(nodes, finish_reason, stats)
+        return nodes, finish_reason, stats
 
     def warm_up(self) -> None:
-        """Run retrieval and the model once in both modes, so that later times are comparable.
+        """Run retrieval and the model in both modes, so that later times are comparable.
 
         No passage is read or stored.
         """
-        from llama_index.core.prompts.default_prompt_selectors import DEFAULT_TEXT_QA_PROMPT_SEL
-
         self._retriever.retrieve("warm-up")
+        self._warm.update(get_args(Mode))
         if (server := self._database.server) is not None:
             for mode in get_args(Mode):
                 server.ask("warm-up", [], mode=mode, max_tokens=2)
-                self._warm.add(mode)
             return
-        llm = self._llm("block")
-        self._store_head(llm)
-        filled = llm.filled(
-            DEFAULT_TEXT_QA_PROMPT_SEL, context_str=wrap("passage"), query_str="warm-up"
-        )
-        head = tuple(block for block in filled.context if not block.is_passage)
-        prompt = replace(filled, context=head)
+        self._store_head(self._llm("block"))
+        prompt = prompt_maker(self._database)("warm-up", [Passage("", "passage")])
+        head = tuple(block for block in prompt.context if not block.is_passage)
         for mode in get_args(Mode):
-            self._database.engine.generate(prompt, mode=mode, max_new_tokens=2)
-            self._warm.add(mode)
+            self._database.engine.generate(
+                replace(prompt, context=head), mode=mode, max_new_tokens=2
+            )
 
     def _llm(self, mode: Mode) -> adapter.BlockAttentionLLM:
         return adapter.BlockAttentionLLM(
@@ -268,8 +260,7 @@ class Assistant:
         return QueryBundle(query, custom_embedding_strs=retrieve_for)
 
     def _store_head(self, llm: adapter.BlockAttentionLLM) -> None:
-        """Encode and store the instructions before the passages, once. ``store gc`` may delete
-        them.
+        """Store the instructions before the passages, once, because ``store gc`` may delete them.
 
         If the store fails, the question is still answered, but storing is not retried.
         """
@@ -283,13 +274,9 @@ class Assistant:
 def with_history(
     question: str, turns: Sequence[Turn], *, count: Callable[[str], int], max_tokens: int
 ) -> str:
-    """Format a question together with the earlier turns.
+    """Format a question after its earlier turns, dropping the oldest beyond ``max_tokens``.
 
     The turns come after the passages, so the passages remain reusable blocks.
-
-    Args:
-        count: Function that counts the tokens of a text.
-        max_tokens: Maximum number of tokens for earlier turns. The oldest turns are dropped first.
     """
     kept: list[str] = []
     left = max_tokens
@@ -303,34 +290,11 @@ def with_history(
     return "Earlier questions and answers:\n" + "\n".join(kept) + f"\n\nThis question: {question}"
 
 
-def _check_text(question: str) -> None:
-    try:
-        question.encode()
-    except UnicodeEncodeError as error:  # Python decodes invalid bytes as lone surrogates
-        raise ValueError(
-            f"Invalid UTF-8 in the question, after {error.start} characters of {question[:80]!a}; "
-            "convert the input, or set the terminal's encoding"
-        ) from error
-
-
 def _total(mode: Mode, calls: Sequence[Any]) -> ReuseStats:
-    """Sum the statistics of all model calls. ``ttft_s`` ends at the last call's first token."""
-    used = [ReuseStats.from_dict(call["usage"]) for call in calls]
-    total = sum(used, ReuseStats(mode))
-    *_, last = used or [total]
+    used = [ReuseStats.from_dict(call["usage"]) for call in calls] or [ReuseStats(mode)]
+    total, last = sum(used, ReuseStats(mode)), used[-1]
     ttft_s = total.total_s - last.total_s + last.ttft_s
     return replace(total, ttft_s=ttft_s, recipe=last.recipe)
-
-
-def _source(hit: NodeWithScore) -> Source:
-    node = hit.node
-    return Source(
-        source=str(node.metadata.get(SOURCE_KEY, "")),
-        page=str(node.metadata.get("page_label", "")),
-        title=str(node.metadata.get("title", "")),
-        text=node.get_content(),
-        score=hit.score,
-    )
 
 
 @contextlib.contextmanager

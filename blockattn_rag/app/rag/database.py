@@ -19,12 +19,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from blockattn_rag.app.rag.names import (
-    HASHING,
-    absolute_embedding,
-    check_recipe,
-    load_embedding,
-)
+from blockattn_rag.app.rag.names import HASHING, absolute_embedding, check_recipe, load_embedding
 from blockattn_rag.engine.outline import STOCK, STOCK_SOURCE, TEXT_FORMS, RecipeOutline
 from blockattn_rag.errors import DatabaseError
 from blockattn_rag.files import write_json
@@ -69,7 +64,7 @@ class Manifest:
     """
 
     model: str
-    fingerprint: str
+    fingerprint: str = ""
     embedding: str = HASHING
     collection: str = "passages"
     chunk_size: int = 512
@@ -114,11 +109,7 @@ class Manifest:
 
 @dataclass(frozen=True)
 class Database:
-    """Open database: folder, manifest, model that answers, and embedding.
-
-    Args:
-        model: Engine in this process, or client for a server.
-    """
+    """Open database. ``model``: Engine in this process, or client for a server."""
 
     path: Path
     manifest: Manifest
@@ -127,12 +118,7 @@ class Database:
 
     @classmethod
     def create(cls, path: Path, settings: Manifest, *, remembers: bool = True) -> Database:
-        """Open a folder for ingestion. Creates it if it does not exist.
-
-        Args:
-            settings: Settings of the database. The fingerprint is taken from the loaded model.
-            remembers: See :meth:`open`.
-        """
+        """Open a folder for ingestion. Creates it if it does not exist."""
         old = Manifest.read(path)
         if Path(settings.model).exists():
             settings = replace(settings, model=str(Path(settings.model).resolve()))
@@ -150,12 +136,14 @@ class Database:
         if old and old.model != settings.model:
             names = (path, old.model, settings.model)
             logger.warning("%s was made with %s and now uses %s", *names)
-        manifest = replace(settings, fingerprint=_fingerprint(model))
+        loaded = cls(path, settings, model, embedding)
+        database = replace(loaded, manifest=replace(settings, fingerprint=loaded.fingerprint))
         path.mkdir(parents=True, exist_ok=True)
-        if old and is_other:
-            _delete_collection(path, old)
-        write_json(path / MANIFEST, asdict(manifest))
-        return cls(path, manifest, model, embedding)
+        if old and is_other and _has_collection(path, old):
+            # The empty collection would keep the dimension of its previous vectors.
+            chroma_client(path / _CHROMA).delete_collection(old.collection)
+        write_json(path / MANIFEST, asdict(database.manifest))
+        return database
 
     @classmethod
     def open(
@@ -184,24 +172,21 @@ class Database:
             recipe=recipe or (AUTO_SETTING if servers else manifest.recipe),
         )
         embedding = load_embedding(manifest.embedding)
-        loaded = _load_model(path, settings, remembers)
-        if _fingerprint(loaded) != manifest.fingerprint:
+        database = cls(path, manifest, _load_model(path, settings, remembers), embedding)
+        if database.fingerprint != manifest.fingerprint:
             logger.warning(
                 "%s was encoded by %s in another state (weights, dtype, tokenizer, model, or "
                 "version of this package): passages will be encoded again on first use. To encode "
                 "all of them now, run `blockattn-rag ingest`",
                 path, manifest.model,
             )  # fmt: skip
-        database = cls(path, manifest, loaded, embedding)
-        if database.server is None:
-            recipe_of = database.engine.recipe
-            if recipe_of.source == STOCK_SOURCE and manifest.stock != STOCK:
-                logger.warning(
-                    "%s was ingested with the recipe %s, and continues to use it; new databases "
-                    "use %s. To use that here, run `blockattn-rag ingest PATH --db %s --recipe "
-                    "auto`",
-                    path, recipe_of, STOCK, path,
-                )  # fmt: skip
+        recipe_of = None if database.server else database.engine.recipe
+        if recipe_of and recipe_of.source == STOCK_SOURCE and manifest.stock != STOCK:
+            logger.warning(
+                "%s was ingested with the recipe %s, and continues to use it; new databases use "
+                "%s. To use that here, run `blockattn-rag ingest PATH --db %s --recipe auto`",
+                path, recipe_of, STOCK, path,
+            )  # fmt: skip
         return database
 
     def require_passages(self) -> None:
@@ -241,16 +226,16 @@ class Database:
         return BlockTokenizer(load_tokenizer(self.manifest.model))
 
     @property
+    def fingerprint(self) -> str:
+        return self.server.info.fingerprint if self.server else self.engine.model.fingerprint
+
+    @property
     def max_context_tokens(self) -> int:
-        if (server := self.server) is not None:
-            return server.info.max_tokens
-        return self.engine.model.max_context_tokens
+        return self.server.info.max_tokens if self.server else self.engine.model.max_context_tokens
 
     @property
     def recipe(self) -> str:
-        if (server := self.server) is not None:
-            return str(server.info.recipe)
-        return str(self.engine.recipe)
+        return str(self.server.info.recipe if self.server else self.engine.recipe)
 
     def use_own_recipe(self) -> None:
         if self.manifest.recipe != AUTO_SETTING:
@@ -279,17 +264,11 @@ def has_passages(path: Path, manifest: Manifest) -> bool:
     return _has_collection(path, manifest) and stored_collection(path).count() > 0
 
 
-def _delete_collection(path: Path, manifest: Manifest) -> None:
-    """Delete an empty collection, because it would keep the dimension of its previous vectors."""
-    if _has_collection(path, manifest):
-        chroma_client(path / _CHROMA).delete_collection(manifest.collection)
-
-
 def _has_collection(path: Path, manifest: Manifest) -> bool:
-    if not (path / _CHROMA / _CHROMA_FILE).is_file():
-        return False
-    collections = chroma_client(path / _CHROMA).list_collections()
-    return manifest.collection in [collection.name for collection in collections]
+    chroma = path / _CHROMA
+    return (chroma / _CHROMA_FILE).is_file() and manifest.collection in {
+        collection.name for collection in chroma_client(chroma).list_collections()
+    }
 
 
 def stored_collection(path: Path) -> Collection:
@@ -316,14 +295,6 @@ def chroma_client(path: Path, *, create: bool = False) -> ClientAPI:
 
     path.mkdir(parents=True, exist_ok=True)
     return chromadb.PersistentClient(str(path), settings=Settings(anonymized_telemetry=False))
-
-
-def _fingerprint(model: BlockAttentionEngine | ServerClient) -> str:
-    from blockattn_rag.engine.engine import BlockAttentionEngine
-
-    if isinstance(model, BlockAttentionEngine):
-        return model.model.fingerprint
-    return model.info.fingerprint
 
 
 def _load_model(

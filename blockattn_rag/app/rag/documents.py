@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from llama_index.core.readers.base import BaseReader
     from llama_index.core.schema import Document
 
 SOURCE_KEY = "source"
@@ -46,7 +45,7 @@ def load_documents(
     paths: Sequence[Path],
     *,
     exclude: Path | None = None,
-    on_progress: Callable[[int, int], None] | None = None,
+    on_progress: Callable[[int, int], None] = lambda *_: None,
 ) -> Loaded:
     """Read files, and all visible files in folders, with LlamaIndex's readers.
 
@@ -75,9 +74,15 @@ def load_documents(
         files = _below(path.resolve(), exclude and exclude.resolve(), loaded)
         queue += ((file, False) for file in files)
     for done, (file, required) in enumerate(queue, start=1):
-        _add(loaded, file, required=required)
-        if on_progress is not None:
-            on_progress(done, len(queue))
+        try:
+            loaded.documents += _read(file)
+        except OSError as error:
+            loaded.inaccessible.append((file, _reason(error)))
+        except UnreadableFileError as error:
+            if required:
+                raise UnreadableFileError(f"{file}: {error}") from error
+            loaded.skipped.append((file, str(error)))
+        on_progress(done, len(queue))
     if not loaded.documents:
         links = ((link, "a link out of the folder") for link in loaded.links)
         skipped = [*loaded.inaccessible, *loaded.skipped, *links]
@@ -87,17 +92,6 @@ def load_documents(
             f"or PDF{first}"
         )
     return loaded
-
-
-def _add(loaded: Loaded, file: Path, *, required: bool) -> None:
-    try:
-        loaded.documents += _read(file)
-    except OSError as error:
-        loaded.inaccessible.append((file, _reason(error)))
-    except UnreadableFileError as error:
-        if required:
-            raise UnreadableFileError(f"{file}: {error}") from error
-        loaded.skipped.append((file, str(error)))
 
 
 def _reason(error: OSError) -> str:
@@ -115,8 +109,8 @@ def _below(folder: Path, exclude: Path | None, loaded: Loaded) -> list[Path]:
         folders[:] = [name for name in folders if not name.startswith(".")]
         for path in (Path(place, name) for name in (*folders, *names) if not name.startswith(".")):
             try:
-                # Never access targets outside of the folder.
-                if path.is_symlink() and not _target(path).is_relative_to(folder):
+                # Unlike Path.resolve, os.path.realpath accepts circular links.
+                if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(folder):
                     loaded.links.append(path)
                 elif _is_file(path) and not (exclude and path.resolve().is_relative_to(exclude)):
                     files.append(path)
@@ -136,21 +130,18 @@ def _is_file(path: Path) -> bool:
         raise
 
 
-def _target(link: Path) -> Path:
-    """Return a link's target, or the link itself if it is circular."""
-    try:
-        return link.resolve()
-    except (OSError, RuntimeError):  # RuntimeError before Python 3.13.
-        return link
-
-
 def _read(file: Path) -> list[Document]:
     from llama_index.core import SimpleDirectoryReader
+    from llama_index.core.readers.base import BaseReader
 
-    own = _own_reader(file)
+    suffix, own = file.suffix.lower(), dict[str, BaseReader]()
+    if suffix in _HTML:  # LlamaIndex's reader would keep the tags.
+        from blockattn_rag.app.rag.html import HtmlReader
+
+        own[suffix] = HtmlReader()
     with file.open("rb") as raw:
         start = raw.read(_SNIFFED_BYTES)
-    is_plain = not own and file.suffix.lower() not in SimpleDirectoryReader.supported_suffix_fn()
+    is_plain = not own and suffix not in SimpleDirectoryReader.supported_suffix_fn()
     if is_plain and b"\0" in start:
         raise UnreadableFileError("is binary, in an unknown format (save UTF-16 text as UTF-8)")
     try:
@@ -176,19 +167,6 @@ def _read(file: Path) -> list[Document]:
     for document in documents:
         set_source(document, str(file))
     return documents
-
-
-def _own_reader(file: Path) -> dict[str, BaseReader]:
-    """Return the ``file_extractor`` argument for a file.
-
-    HTML files are read by this package's reader, because LlamaIndex would keep the tags. For other
-    files, the result is empty, and LlamaIndex selects the reader.
-    """
-    if file.suffix.lower() not in _HTML:
-        return {}
-    from blockattn_rag.app.rag.html import HtmlReader
-
-    return {file.suffix.lower(): HtmlReader()}
 
 
 def _cause(error: BaseException) -> BaseException:

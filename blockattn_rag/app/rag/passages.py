@@ -11,6 +11,7 @@ from blockattn_rag.adapters.handles import records_of
 from blockattn_rag.app.rag.database import Database
 from blockattn_rag.app.rag.documents import SOURCE_KEY
 from blockattn_rag.prompts.blocks import BlockPrompt
+from blockattn_rag.prompts.formats import Passage
 from blockattn_rag.prompts.markers import wrap
 
 if TYPE_CHECKING:
@@ -74,25 +75,30 @@ def delete_passages(collection: Collection, ids: Sequence[str]) -> None:
         collection.delete(ids=list(ids[at : at + _PASSAGES_PER_CALL]))
 
 
-def prompt_maker(database: Database) -> Callable[[str, Sequence[str]], BlockPrompt]:
-    """Return a function that creates ``ask``'s prompt from a question and canonical passages."""
+def text_of(passage: Passage) -> str:
+    """Return a passage's text in prompts. Retrieved passages have no separate title."""
+    return f"{passage.title}\n{passage.text}".strip()
+
+
+def prompt_maker(database: Database) -> Callable[[str, Sequence[Passage]], BlockPrompt]:
+    """Return a function that creates ``ask``'s prompt from a question and passages."""
     from llama_index.core.prompts.default_prompt_selectors import DEFAULT_TEXT_QA_PROMPT_SEL
 
     llm = adapter.BlockAttentionLLM(engine=database.engine, block_template=database.template)
 
-    def prompt(question: str, passages: Sequence[str]) -> BlockPrompt:
-        context = "\n\n".join(map(wrap, passages))
+    def prompt(question: str, passages: Sequence[Passage]) -> BlockPrompt:
+        context = "\n\n".join(wrap(text_of(passage)) for passage in passages)
         return llm.filled(DEFAULT_TEXT_QA_PROMPT_SEL, context_str=context, query_str=question)
 
     return prompt
 
 
-def retriever(database: Database) -> Callable[[str, int], list[str]]:
+def retriever(database: Database) -> Callable[[str, int], list[Passage]]:
     """Return a function that retrieves canonical passages for a question, as ``ask`` does."""
 
-    def nearest(question: str, count: int) -> list[str]:
+    def nearest(question: str, count: int) -> list[Passage]:
         hits = distinct_retriever(database, count).retrieve(question)
-        return [text for hit in hits if (text := adapter.canonical_text(hit.node))]
+        return [Passage("", text) for hit in hits if (text := adapter.canonical_text(hit.node))]
 
     return nearest
 

@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,8 @@ from tests.store.conftest import s3_url as s3_url
 
 @dataclass(frozen=True)
 class Output:
-    """Exit status and output of a command."""
+    """Output of a command."""
 
-    status: int
     stdout: str
     stderr: str
 
@@ -32,17 +32,26 @@ class Output:
     def json(self) -> Any:
         return json.loads(self.stdout)
 
+    @property
+    def message(self) -> str:
+        """``stderr`` in one line, without the frame around usage errors."""
+        return " ".join(self.stderr.replace("│", " ").split())
+
 
 Command = Callable[..., Output]
 
 
 @pytest.fixture(scope="session")
 def cli() -> Command:
-    """Function that runs a command in this process. ``given``: standard input."""
+    """Function that runs a command in this process, and checks its exit status.
 
-    def run(*arguments: object, given: str | None = None) -> Output:
+    ``given``: Standard input. ``status``: Expected exit status.
+    """
+
+    def run(*arguments: object, given: str | None = None, status: int = 0) -> Output:
         result = CliRunner().invoke(app, [str(argument) for argument in arguments], input=given)
-        return Output(result.exit_code, result.stdout, result.stderr)
+        assert result.exit_code == status, result.stderr
+        return Output(result.stdout, result.stderr)
 
     return run
 
@@ -85,14 +94,19 @@ def documents(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.fixture
+def ingest(cli: Command, model: Path, documents: Path, tmp_path: Path) -> Command:
+    """Function that ingests ``documents`` into ``tmp_path / "db"`` with ``model``."""
+    return partial(cli, "ingest", documents, "--db", tmp_path / "db", "--model", model)
+
+
 @pytest.fixture(scope="session")
 def filled(cli: Command, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A database with one passage, shared by all tests. Tests that write use ``database``."""
     folder = tmp_path_factory.mktemp("filled")
     text = folder / "tower.txt"
     text.write_text("Halden Tower is 214 metres high.\n", encoding="utf-8")
-    output = cli("ingest", text, "--db", folder / "db", "--model", model)
-    assert output.status == 0, output.stderr
+    cli("ingest", text, "--db", folder / "db", "--model", model)
     return folder / "db"
 
 

@@ -15,7 +15,6 @@ from tests.recipes import recipe_of
 
 def test_check_of_a_supported_model_exits_0(cli: Command, model: Path) -> None:
     report = cli("check", model, "--json")
-    assert report.status == 0, report.stderr
     assert report.json["passed"]
     assert not report.json["block_tuned"]
     assert {row["name"] for row in report.json["rows"]} >= {
@@ -32,14 +31,9 @@ def test_check_accepts_a_recipe(
     recipe_of(loaded).save(tmp_path / "recipe")
     plain = cli("check", model, "--json").json
     report = cli("check", model, "--recipe", tmp_path / "recipe", "--json")
-    assert report.status == 0, report.stderr
     assert len(report.json["rows"]) > len(plain["rows"])
     assert report.json["recipe"].startswith("head:4+adapter:")
     assert plain["recipe"] is None
-    nowhere = cli("check", model, "--recipe", "nowhere")
-    assert (nowhere.status, "Found no recipe at nowhere" in nowhere.stderr) == (1, True)
-    server = cli("check", "--recipe", "bos", "--server", "http://127.0.0.1:9")
-    assert (server.status, "--recipe requires MODEL" in server.stderr) == (2, True)
 
 
 def test_failed_row_exits_1(cli: Command, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,15 +41,13 @@ def test_failed_row_exits_1(cli: Command, model: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(
         "blockattn_rag.check.model.check_model", lambda m, _: CheckReport(m.name, (row,))
     )
-    output = cli("check", model)
-    assert output.status == 1
+    output = cli("check", model, status=1)
     assert "NOT usable in block mode" in output.stdout
-    assert cli("check", model, "--json").json["rows"][0]["budget"] is None
+    assert cli("check", model, "--json", status=1).json["rows"][0]["budget"] is None
 
 
 def test_a_server_is_checked_in_both_modes(cli: Command, server: FakeServer) -> None:
     output = cli("check", "--server", server.url)
-    assert output.status == 0, output.stderr
     assert output.stdout.startswith(server.url)
     assert "block mode answers" in output.stdout
     assert "works correctly in block mode; not block-fine-tuned" in output.stdout
@@ -68,8 +60,7 @@ def test_a_server_is_checked_in_both_modes(cli: Command, server: FakeServer) -> 
 
 def test_a_server_with_wrong_answers_exits_1(cli: Command, server: FakeServer) -> None:
     server.report = {"misses": 1}
-    output = cli("check", "--server", server.url)
-    assert output.status == 1
+    output = cli("check", "--server", server.url, status=1)
     assert "does NOT work correctly in block mode" in output.stdout
 
 
@@ -79,21 +70,4 @@ def test_a_read_only_server_is_checked_in_full_mode(
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     with FakeServer(loaded, read_only=True).listening() as server:
         output = cli("check", "--server", server.url)
-    assert output.status == 0
     assert "block mode was not checked: the server is read-only" in output.stdout
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((), "Expected either MODEL or --server; found neither"),
-        (("bundled", "--server", "http://gpu"), "Expected either MODEL or --server; found both"),
-        (("--server", "http://127.0.0.1:9"), "Cannot reach http://127"),
-    ],
-)
-def test_invalid_arguments_are_refused(
-    cli: Command, arguments: tuple[str, ...], message: str
-) -> None:
-    output = cli("check", *arguments)
-    assert output.status != 0
-    assert message in " ".join(output.stderr.replace("│", " ").split())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,7 @@ def test_shows_both_times(cli: Command, database: Path, monkeypatch: pytest.Monk
 def test_several_questions_end_with_medians(
     cli: Command, database: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    times = {"block": iter((0.1, 0.9, 0.2)), "full": iter((1.0, 3.0, 2.0))}
+    times = {"block": cycle((0.1, 0.9, 0.2)), "full": cycle((1.0, 3.0, 2.0))}
 
     def ask(_: Assistant, question: str, *, mode: Any, **__: Any) -> AssistantAnswer:
         waited_s = next(times[mode])
@@ -68,10 +69,7 @@ def test_several_questions_end_with_medians(
 
     monkeypatch.setattr(Assistant, "ask", ask)
     compare = ("ask", "--db", database, "--compare")
-    with monkeypatch.context() as patch:
-        patch.setitem(times, "block", iter((0.1, 0.9, 0.2)))
-        patch.setitem(times, "full", iter((1.0, 3.0, 2.0)))
-        lines = cli(*compare, "--json", given="a\nb\nc\n").stdout.splitlines()
+    lines = cli(*compare, "--json", given="a\nb\nc\n").stdout.splitlines()
     assert len(lines) == 4
     assert json.loads(lines[-1])["medians"] == {
         "questions": 3,
@@ -118,7 +116,7 @@ def test_the_warm_up_favors_neither_mode(
     passage = handle_of("Halden Tower is 214 metres high.")
     monkeypatch.setattr(DirectoryStore, "get", get)
     monkeypatch.setattr(Assistant, "ask", ask)
-    assert cli(*command(database, "--compare", "--json")).status == 0
+    cli(*command(database, "--compare", "--json"))
     assert events == ["block", "passage read", "full"]
     assert set(DirectoryStore(database / "kv").keys()) == stored
 
@@ -137,9 +135,3 @@ def test_a_repeated_question_is_answered_again(cli: Command, filled: Path) -> No
     *questions, _ = map(json.loads, output.stdout.splitlines())
     found = [question["block"] for question in questions]
     assert found[0]["computed_tokens"] == found[1]["computed_tokens"] > 1
-
-
-def test_compare_and_mode_are_mutually_exclusive(cli: Command, database: Path) -> None:
-    output = cli(*command(database, "--compare", "--mode", "full"))
-    assert output.status == 2
-    assert "remove --mode" in output.stderr

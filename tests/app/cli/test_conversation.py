@@ -46,11 +46,14 @@ class Answering:
         return AssistantAnswer(question, answer, (SOURCE,), stats, "stop", 0.25)
 
 
-@pytest.fixture
-def typed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Function that sets the lines that the user types before ending the input."""
+Converse = Callable[..., tuple[str, str]]
 
-    def say(*lines: str | BaseException | type[BaseException]) -> None:
+
+@pytest.fixture
+def converse(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Converse:
+    """Function that types lines until the input ends. Returns stdout and stderr."""
+
+    def run(answering: Any, *lines: str | BaseException | type[BaseException]) -> tuple[str, str]:
         coming = iter([*lines, EOFError])
 
         def read(prompt: str) -> str:
@@ -59,22 +62,16 @@ def typed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
             raise line
 
         monkeypatch.setattr("builtins.input", read)
+        talk(answering, mode="block")
+        out, err = capsys.readouterr()
+        return " ".join(out.split()), " ".join(err.split())
 
-    return say
-
-
-def output_of(answering: Any, capsys: pytest.CaptureFixture[str]) -> tuple[str, str]:
-    talk(answering, mode="block")
-    out, err = capsys.readouterr()
-    return " ".join(out.split()), " ".join(err.split())
+    return run
 
 
-def test_a_conversation_keeps_its_history(
-    typed: Callable[..., None], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_conversation_keeps_its_history(converse: Converse) -> None:
     answering = Answering("214 metres.", "Yes.", "No.")
-    typed("How high?", "", "  Is that high? ", "/clear", "And?")
-    out, err = output_of(answering, capsys)
+    out, err = converse(answering, "How high?", "", "  Is that high? ", "/clear", "And?")
     assert answering.asked == [
         ("How high?", []),
         ("Is that high?", [Turn("How high?", "214 metres.")]),
@@ -85,42 +82,33 @@ def test_a_conversation_keeps_its_history(
     assert "Conversation cleared" in err
 
 
-def test_stop_adds_no_turn(typed: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
+def test_stop_adds_no_turn(converse: Converse) -> None:
     answering = Answering(KeyboardInterrupt(), "Yes.")
-    typed("How high?", KeyboardInterrupt, "Is that high?")
-    out, err = output_of(answering, capsys)
+    out, err = converse(answering, "How high?", KeyboardInterrupt, "Is that high?")
     assert answering.asked[1] == ("Is that high?", [])
     assert "begun ... [stopped]" in out
     assert "Ctrl-D exits" in err
 
 
-def test_a_conversation_continues_after_invalid_bytes(
-    typed: Callable[..., None], capsys: pytest.CaptureFixture[str]
-) -> None:
-    answering = Answering("Yes.")
-    typed(UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte"), "How high?")
-    out, err = output_of(answering, capsys)
+def test_a_conversation_continues_after_invalid_bytes(converse: Converse) -> None:
+    invalid = UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte")
+    out, err = converse(Answering("Yes."), invalid, "How high?")
     assert "not valid utf-8 (the terminal's encoding); type it again" in err
     assert "begun Yes." in out
 
 
-def test_a_conversation_continues_after_an_error(
-    typed: Callable[..., None], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_conversation_continues_after_an_error(converse: Converse) -> None:
     answering = Answering(ContextOverflowError("too long\nby far"), "Yes.")
-    typed("How high?", "Is that high?")
-    out, err = output_of(answering, capsys)
+    out, err = converse(answering, "How high?", "Is that high?")
     assert "error: too long by far" in err
     assert "begun Yes." in out
     assert answering.asked[1] == ("Is that high?", [])
 
 
-def test_commands_are_executed(
-    typed: Callable[..., None], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_commands_are_executed(converse: Converse) -> None:
     answering = Answering("Yes.")
-    typed("/sources", "/help", "/nothing", "How?", "/sources", "/quit", "never asked")
-    out, err = output_of(answering, capsys)
+    lines = ("/sources", "/help", "/nothing", "How?", "/sources", "/quit", "never asked")
+    out, err = converse(answering, *lines)
     assert out.startswith("No answer yet Type a question")
     assert "Unknown command /nothing" in err
     assert out.count("More of it.") == 20 + 6  # in full, and shortened next to the answer
@@ -138,16 +126,6 @@ def test_each_line_of_a_pipe_is_a_separate_question(cli: Command, filled: Path) 
     shown = cli(*command, given=given).stdout
     assert shown.count("[1] ") == 2
     assert cli(*command, given="\n").stdout == ""
-
-
-def test_chat_template_variables_are_checked(cli: Command, filled: Path) -> None:
-    command = ("ask", "How?", "--db", filled, "--max-new-tokens", 1, "--chat-template-kwargs")
-    for text, why in (("{", "Invalid JSON"), ("[1]", "expected an object")):
-        output = cli(*command, text)
-        assert (output.status, why in " ".join(output.stderr.split())) == (2, True)
-    output = cli(*command, '{"enable_thinking": false}')
-    assert output.status == 1
-    assert "Found enable_thinking in chat_template_kwargs, but the chat" in output.stderr
 
 
 def ask_in_terminal(name: str, database: Path) -> None:

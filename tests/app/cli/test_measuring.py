@@ -20,7 +20,6 @@ def test_eval_scores_recipes_and_resumes(cli: Command, model: Path, tmp_path: Pa
     command = ("eval", "--model", model, "--data", data, "--recipes", "none",
                "--max-new-tokens", 2, "--output", records)  # fmt: skip
     report = cli(*command, "--json")
-    assert report.status == 0, report.stderr
     assert [row["mode"] for row in report.json["rows"]] == ["full", "none"]
     assert report.json["rows"][1]["samples"] == 2
     assert "cut off: 4 of 4 answers (2 in full, 2 in none)" in report.stderr
@@ -38,7 +37,6 @@ def test_eval_uses_format_of_checkpoint(cli: Command, model: Path, tmp_path: Pat
     data = write_jsonl(tmp_path / "data.jsonl", [record(1)])
     command = ("eval", "--data", data, "--max-new-tokens", 2, "--json")
     known, stock = cli(*command, "--model", copy), cli(*command, "--model", model)
-    assert known.status == stock.status == 0, known.stderr + stock.stderr
     assert known.json["settings"]["prompt_format"] == "llama3-block"
     said = "note: hxia7/Llama-3.2-1B-Block-FT: prompt format llama3-block, the one it was trained"
     assert known.stderr.count("prompt format") == 1
@@ -76,19 +74,6 @@ def test_eval_compares_folders_of_recipes(cli: Command, model: Path, tmp_path: P
     assert answers[1]["accuracy"] == answers[2]["accuracy"]
 
 
-@pytest.mark.parametrize("command", ["eval", "check"])
-def test_a_missing_recipe_is_reported_before_the_model_is_loaded(
-    command: str, cli: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    data = write_jsonl(tmp_path / "data.jsonl", [record(1)])
-    given = {
-        "eval": ("--model", "no/model", "--data", data, "--recipes", "none,nowhere"),
-        "check": ("no/model", "--recipe", "nowhere"),
-    }
-    output = cli(command, *given[command])
-    assert (output.status, "Found no recipe at nowhere" in output.stderr) == (1, True)
-
-
 def test_eval_replays_a_log_of_prompts(cli: Command, model: Path, tmp_path: Path) -> None:
     log = tmp_path / "log.jsonl"
     prompts = [["You answer.", f"Tower {n} is high.", "How high?"] for n in range(2)]
@@ -112,7 +97,6 @@ def test_eval_recommends_a_recipe_for_a_database(
     questions = write_jsonl(tmp_path / "questions.jsonl", lines)
     command = ("eval", "--db", database, "--questions", questions, "--max-new-tokens", 2)
     found = cli(*command, "--json")
-    assert found.status == 0, found.stderr
     names = ["full", "head+recompute:0.1", "fast"]
     assert [row["name"] for row in found.json["rows"]] == names
     assert found.json["rows"][1]["right"] is None
@@ -128,40 +112,13 @@ def test_eval_recommends_a_recipe_for_a_database(
     assert "gain" in shown
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("--db", "mydb"), "--db and --questions must be used together"),
-        (("--questions", "q.jsonl"), "--db and --questions must be used together"),
-        (("--db", "mydb", "--questions", "q.jsonl", "--recipes", "fast"), "pass only --questions"),
-        ((), "Expected --model NAME, or --db FOLDER"),
-    ],
-)
-def test_eval_refuses_conflicting_options(
-    cli: Command, options: tuple[str, ...], message: str
-) -> None:
-    output = cli("eval", *options)
-    assert (output.status, message in " ".join(output.stderr.split())) == (2, True)
-
-
-def test_eval_reports_invalid_lines_and_recipes(cli: Command, model: Path, tmp_path: Path) -> None:
-    data = write_jsonl(tmp_path / "data.jsonl", [record(1)])
-    output = cli("eval", "--model", model, "--data", data, "--recipes", "faster")
-    assert (output.status, "Found no recipe at faster: expected" in output.stderr) == (1, True)
-    data.write_text('{"id": 1}\n', encoding="utf-8")
-    output = cli("eval", "--model", model, "--data", data)
-    assert (output.status, "data.jsonl, line 1: " in output.stderr) == (1, True)
-
-
 def test_plan_estimates_a_collection_without_weights(cli: Command, tmp_path: Path) -> None:
     shape_config("tiny").save_pretrained(tmp_path)
     command = ("plan", "--passages", 10, "--tokens", 100, "--model", tmp_path, "--tflops", 1)
     output = cli(*command, "--json")
-    assert output.status == 0, output.stderr
     assert output.json["passage_bytes"] == 100 * 256
     assert [tier["name"] for tier in output.json["tiers"]] == ["memory", "disk"]
     shown = cli(*command, "--gpu-memory", 1)
-    assert shown.status == 0, shown.stderr
     assert "all" in shown.stdout
     assert "gpu" in shown.stdout
 
@@ -181,40 +138,11 @@ def test_plan_estimates_int8(cli: Command) -> None:
     table = cli(*command, "--kv-dtype", "int8").stdout
     assert "blocks in int8" in table
     assert "MiB/s, reading from a store is slower than a full prefill" in table
-    assert cli(*command, "--kv-dtype", "int4").status == 2
 
 
-@pytest.mark.parametrize(
-    ("options", "status"),
-    [(("--gpu-memory", 80), 1), (("--tflops", 0), 2)],
-    ids=["a GPU that is not here", "no speed"],
-)
 def test_plan_without_the_gpu_needs_its_speed(
-    cli: Command, monkeypatch: pytest.MonkeyPatch, options: tuple[object, ...], status: int
+    cli: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    output = cli("plan", "--passages", 10, "--model", "8b", *options)
-    assert (output.status, "--tflops" in output.stderr) == (status, True)
-
-
-EVAL = ("eval", "--model", "no/model")
-PLAN = ("plan", "--model", "8b", "--tflops", 1)
-
-
-@pytest.mark.parametrize(
-    ("command", "options", "message"),
-    [
-        (EVAL, (), "Expected either --data FILE or --log FILE"),
-        (EVAL, ("--data", "d", "--log", "l"), "Expected either --data FILE or --log FILE"),
-        (EVAL, ("--log", "l", "--closed-book"), "--closed-book requires --data"),
-        (PLAN, (), "Missing option '--passages'"),
-        (PLAN, ("--passages", 0), "greater than or equal to 1"),
-        (PLAN, ("--passages", 3, "--tflops", 0), "Found 0, expected above 0"),
-    ],
-)
-def test_invalid_options_are_refused(
-    cli: Command, command: tuple[object, ...], options: tuple[object, ...], message: str
-) -> None:
-    output = cli(*command, *options)
-    shown = " ".join(output.stderr.replace("│", " ").split())
-    assert (output.status, message in shown) == (2, True), shown
+    output = cli("plan", "--passages", 10, "--model", "8b", "--gpu-memory", 80, status=1)
+    assert "--tflops" in output.stderr

@@ -9,9 +9,9 @@ from tests.app.cli.conftest import Command
 
 
 @pytest.fixture
-def database(cli: Command, model: Path, documents: Path, tmp_path: Path) -> Path:
+def database(ingest: Command, tmp_path: Path) -> Path:
     """A database of two documents whose files still exist."""
-    assert cli("ingest", documents, "--db", tmp_path / "db", "--model", model).status == 0
+    ingest()
     return tmp_path / "db"
 
 
@@ -39,26 +39,25 @@ def test_deleted_file_is_removed_by_path(cli: Command, database: Path, documents
 
 def test_folder_removes_its_files(cli: Command, database: Path, documents: Path) -> None:
     assert cli("remove", documents, "--db", database, "--json").json["removed"] == 2
-    output = cli("ask", "How?", "--db", database)
-    assert output.status == 1
+    output = cli("ask", "How?", "--db", database, status=1)
     assert "contains no passages" in output.stderr
 
 
 def test_files_that_were_not_ingested_are_refused(
     cli: Command, database: Path, documents: Path, tmp_path: Path
 ) -> None:
-    output = cli("remove", documents / "tower.txt", tmp_path / "other.txt", "--db", database)
-    assert output.status == 1
+    output = cli(
+        "remove", documents / "tower.txt", tmp_path / "other.txt", "--db", database, status=1
+    )
     assert f"has no passages from {tmp_path / 'other.txt'}" in output.stderr
     report = cli("remove", documents / "tower.txt", "--db", database, "--json")
     assert json.loads(report.stdout)["removed"] == 1
-    assert cli("remove", "x.txt", "--db", tmp_path).status == 1  # not a database
 
 
 def test_link_is_removed_by_name(cli: Command, database: Path, documents: Path) -> None:
     link = documents / "link.txt"
     link.symlink_to(documents / "tower.txt")
-    assert cli("ingest", documents, "--db", database).status == 0
+    cli("ingest", documents, "--db", database)
     assert cli("remove", link, "--db", database, "--json").json["sources"] == [str(link)]
 
 

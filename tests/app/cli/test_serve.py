@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from blockattn_rag.app.serving import Served
+from blockattn_rag.app.serving import settings_of
 from blockattn_rag.model import BlockModel
 from blockattn_rag.server.protocol import OPENAI
 from tests.app.cli.conftest import Command
@@ -45,8 +45,7 @@ def server(
 
 
 @pytest.mark.parametrize(
-    ("launcher", "number", "status"),
-    [([], signal.SIGINT, 130), (["nohup"], signal.SIGTERM, 0)],
+    ("launcher", "number", "status"), [([], signal.SIGINT, 130), (["nohup"], signal.SIGTERM, 0)]
 )
 def test_a_served_model_is_checked_and_stopped_by_a_signal(
     server: FakeServer, vllm: FakeVllm, loaded: BlockModel, model: Path, port: int, tmp_path: Path,
@@ -95,8 +94,7 @@ def test_a_server_with_wrong_answers_is_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     server.report = {"misses": 1}
-    output = cli("serve", model, "--store", tmp_path / "kv", "--port", port)
-    assert output.status == 1
+    output = cli("serve", model, "--store", tmp_path / "kv", "--port", port, status=1)
     assert "NO" in output.stderr
     assert "The server did not pass its checks; it will be stopped" in output.stderr
     vllm.assert_ended()
@@ -110,8 +108,9 @@ def test_a_database_is_served_with_its_settings(
     manifest = database / "blockattn.json"
     fields = json.loads(manifest.read_text())
     manifest.write_text(json.dumps({**fields, "namespace": "team", "kv_dtype": "int8"}))
-    output = cli("serve", "--db", database, "--port", port, "--sources", "--", "--die", "now")
-    assert output.status == 1
+    output = cli(
+        "serve", "--db", database, "--port", port, "--sources", "--", "--die", "now", status=1
+    )
     assert "vLLM exited with status 3 before it was ready: ServingError: the cause" in output.stderr
     options = vllm.told()["options"]
     found = dict(itertools.pairwise(options))
@@ -121,50 +120,34 @@ def test_a_database_is_served_with_its_settings(
     assert json.loads(found[f"{extra}.namespace"]) == "team"
     assert json.loads(found[f"{extra}.kv_dtype"]) == "int8"
     assert json.loads(found[f"{extra}.recognize"]) == "sources"
-    served = Served.of_database(database)
-    assert (served.recipe, served.folder) == ("auto", database)
+    assert settings_of(database).recipe == "auto"
+
+
+PASSWORD = "must not contain a user, password, query or fragment"
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("command", "status", "message"),
     [
-        ((), "Expected a MODEL and a --store, or a database (--db)"),
-        (("bundled", "--store", "memory:"), "An in-memory store is lost"),
-        (("--db", "{database}", "--dtype", "float32"), "A database already has a model, store"),
-        (("--db", "nowhere"), "nowhere is not a database"),
-        (("bundled", "--store", "kv", "--", "--port", "1"), "pass --port before --"),
-        (("bundled", "--store", "kv", "--port", "{port}"), "in use; choose another"),
+        ("", 2, "Expected a MODEL and a --store, or a database (--db)"),
+        ("bundled --store memory:", 2, "An in-memory store is lost"),
+        ("--db {database} --dtype float32", 2, "A database already has a model, store"),
+        ("--db nowhere", 1, "nowhere is not a database"),
+        ("bundled --store kv -- --port 1", 1, "pass --port before --"),
+        ("bundled --store kv --port {taken}", 1, "in use; choose another"),
+        ("bundled --store redis://:hunter2@127.0.0.1 --port {port}", 1, PASSWORD),
+        ("bundled --store s3://me:hunter2@kv --port {port}", 1, PASSWORD),
+        ("bundled --store s3://kv?key=hunter2 --port {port}", 1, PASSWORD),
+        ("bundled --store kv -- --api-ke hunter2", 1, "VLLM_API_KEY"),
     ],
 )
 def test_wrong_arguments_are_refused_before_vllm_starts(
-    cli: Command, vllm: FakeVllm, database: Path, port: int, arguments: tuple[str, ...],
-    message: str,
-) -> None:  # fmt: skip
-    with socket.create_server(("127.0.0.1", port)):
-        given = [one.format(database=database, port=port) for one in arguments]
-        output = cli("serve", *given)
-    assert output.status != 0
-    assert message in " ".join(output.stderr.replace("│", " ").split())
-    assert not (vllm.folder / "told.json").exists()
-
-
-@pytest.mark.parametrize("address", ["redis://:{}@127.0.0.1", "s3://me:{}@kv", "s3://kv?key={}"])
-def test_a_store_address_with_a_password_is_refused_without_showing_it(
-    cli: Command, vllm: FakeVllm, loaded: BlockModel, model: Path, port: int, tmp_path: Path,
-    address: str,
-) -> None:  # fmt: skip
-    options = ("--store", address.format("hunter2"), "--port", port)
-    output = cli("serve", model, *options)
-    assert output.status != 0
-    assert "must not contain a user, password, query or fragment" in output.stderr
-    assert "hunter2" not in output.stdout + output.stderr
-    assert not (vllm.folder / "told.json").exists()
-
-
-def test_a_secret_for_vllm_is_refused_without_showing_it(cli: Command, vllm: FakeVllm) -> None:
-    output = cli("serve", "bundled", "--store", "kv", "--", "--api-ke", "hunter2")
-    assert output.status != 0
-    assert "VLLM_API_KEY" in output.stderr
+    cli: Command, vllm: FakeVllm, filled: Path, port: int, command: str, status: int, message: str
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        words = command.format(database=filled, port=port, taken=taken.getsockname()[1]).split()
+        output = cli("serve", *words, status=status)
+    assert message in output.message
     assert "hunter2" not in output.stdout + output.stderr
     assert not (vllm.folder / "told.json").exists()
 
@@ -174,15 +157,13 @@ def test_a_database_ingested_through_a_server_is_refused(
 ) -> None:
     manifest = database / "blockattn.json"
     manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "server": "http://gpu"}))
-    output = cli("serve", "--db", database)
-    assert output.status == 1
+    output = cli("serve", "--db", database, status=1)
     assert "uses the server http://gpu" in output.stderr
 
 
 def test_reports_missing_vllm(cli: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    output = cli("serve", "bundled", "--store", "kv")
-    assert output.status == 1
+    output = cli("serve", "bundled", "--store", "kv", status=1)
     [line] = output.stderr.splitlines()
     assert "needs vLLM, which is not installed: make a separate environment" in line
     guide = (Path(__file__).parents[3] / "docs/guides/serving_vllm.md").read_text(encoding="utf-8")

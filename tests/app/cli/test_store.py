@@ -74,20 +74,13 @@ def test_stats_separate_tenants_and_types(cli: Command, database: Path) -> None:
     assert "int8" in shown
 
 
-def test_refuses_folders_without_a_store(cli: Command, tmp_path: Path) -> None:
-    for folder in (tmp_path, tmp_path / "nowhere"):
-        assert cli("store", "stats", folder).status == 1
-    assert not list(tmp_path.iterdir())
-
-
 def test_verify_finds_damage_and_deletes_it_on_request(cli: Command, database: Path) -> None:
-    assert cli("store", "verify", database).status == 0
+    cli("store", "verify", database)
     [entry] = entries(database)
     damage(entry)
-    output = cli("store", "verify", database, "--json")
-    assert output.status == 1
+    output = cli("store", "verify", database, "--json", status=1)
     assert list(output.json["damaged"]["first"]) == [entry.stem]
-    assert cli("store", "verify", database, "--delete").status == 0
+    cli("store", "verify", database, "--delete")
     assert not entries(database)
 
 
@@ -110,12 +103,6 @@ def test_sizes_have_decimal_and_binary_units(text: str, expected: int) -> None:
     assert bytes_of(text) == expected
 
 
-@pytest.mark.parametrize("text", ["", "0", "0.5", "-1", "much", "1PB", "1ib", "GB"])
-def test_an_invalid_size_is_a_usage_error(cli: Command, database: Path, text: str) -> None:
-    output = cli("store", "shrink", database, f"--max-bytes={text}")
-    assert (output.status, len(entries(database))) == (2, 1)
-
-
 def test_gc_keeps_blocks_that_chroma_refers_to(cli: Command, database: Path) -> None:
     add_orphan(database)
     young = cli("store", "gc", database, "--json").json
@@ -132,14 +119,13 @@ def test_gc_keeps_blocks_that_chroma_refers_to(cli: Command, database: Path) -> 
 
 def test_gc_refuses_to_delete_everything_unless_forced(cli: Command, database: Path) -> None:
     store = database / "kv"
-    output = cli("store", "gc", store, "--grace", "0")
-    assert output.status == 1
+    output = cli("store", "gc", store, "--grace", "0", status=1)
     assert "every entry would be deleted" in output.stderr
     assert len(entries(database)) == 1
     kept = cli("store", "gc", store, "--db", database / "chroma", "--grace", "0", "--json")
     assert kept.json["kept"] == 1
     assert cli("store", "gc", store, "--db", database, "--grace", "0", "--json").json["kept"] == 1
-    assert cli("store", "gc", store, "--grace", "0", "--force").status == 0
+    cli("store", "gc", store, "--grace", "0", "--force")
     assert not entries(database)
 
 
@@ -157,23 +143,9 @@ def test_gc_keeps_handles_of_server(cli: Command, database: Path, chroma_server:
     assert name in kept["collections"]
     served.delete(found["ids"])
     served.add("other", embeddings=found["embeddings"][0], documents="other", metadatas={"a": 1})
-    output = cli("store", "gc", database / "kv", *server, "--grace", "0")
-    assert (output.status, "every entry would be deleted" in output.stderr) == (1, True)
+    output = cli("store", "gc", database / "kv", *server, "--grace", "0", status=1)
+    assert "every entry would be deleted" in output.stderr
     assert entries(database) == [entry]
-
-
-def test_gc_refuses_missing_chroma_folder(cli: Command, database: Path, tmp_path: Path) -> None:
-    output = cli("store", "gc", database, "--db", tmp_path / "typo")
-    assert (output.status, "has no Chroma database" in output.stderr) == (1, True)
-    assert not (tmp_path / "typo").exists()
-
-
-@pytest.mark.parametrize("grace", ["1y", "", "-1", "h"])
-def test_refuses_invalid_grace_periods(cli: Command, database: Path, grace: str) -> None:
-    assert cli("store", "gc", database, f"--grace={grace}").status == 2
-
-
-# -- addresses, namespaces, samples -----------------------------------------------------
 
 
 def test_store_may_be_folder_or_address(cli: Command, database: Path, tmp_path: Path) -> None:
@@ -185,29 +157,9 @@ def test_store_may_be_folder_or_address(cli: Command, database: Path, tmp_path: 
     )
     for name in (database, elsewhere, f"file://{elsewhere}"):
         assert cli("store", "stats", name, "--json").json["entries"] == 1
-        assert cli("store", "verify", name).status == 0
+        cli("store", "verify", name)
     kept = cli("store", "gc", database, "--grace", "0", "--json").json
     assert (kept["kept"], kept["deleted"]["count"]) == (1, 0)
-
-
-@pytest.mark.parametrize(
-    ("address", "message"),
-    [
-        ("memory:", "is a cache"),
-        ("redis://me:secret@127.0.0.1:1/0", "is a cache"),
-        ("file:///no/such/folder", "No such KV store"),
-        ("ftp://host/kv", "Unknown store address ftp://"),
-        ("s3:/bucket/kv", "two slashes"),
-    ],
-)
-@pytest.mark.parametrize("command", ["stats", "ls", "verify", "gc"])
-def test_stores_that_cannot_be_listed_are_refused(
-    cli: Command, command: str, address: str, message: str
-) -> None:
-    output = cli("store", command, address)
-    assert (output.status, output.stdout) == (1, "")
-    assert message in " ".join(output.stderr.split())
-    assert "secret" not in output.stderr
 
 
 def test_ls_shows_each_entry_on_a_line_or_as_one_object(cli: Command, database: Path) -> None:
@@ -236,17 +188,14 @@ def test_gc_by_time_to_live_needs_no_chroma(cli: Command, database: Path) -> Non
     done = cli("store", "gc", database / "kv", "--ttl", "30d", "--json").json
     assert (done["kept"], done["deleted"]["count"]) == (1, 1)
     assert entries(database) == [entry]
-    refused = cli("store", "gc", database / "kv", "--ttl", "1m")
-    assert (refused.status, "shorter than the grace period" in refused.stderr) == (1, True)
-    assert cli("store", "gc", database, "--ttl", "soon").status == 2
+    refused = cli("store", "gc", database / "kv", "--ttl", "1m", status=1)
+    assert "shorter than the grace period" in refused.stderr
 
 
 def test_verify_reads_the_requested_sample(cli: Command, database: Path) -> None:
     add_orphan(database)
     found = cli("store", "verify", database, "--sample", "50%", "--json").json
     assert (found["sample"], found["ok"] + found["skipped"]) == (0.5, 2)
-    for share in ("0", "101%", "2", "half"):
-        assert cli("store", "verify", database, "--sample", share).status == 2
 
 
 def test_index_command_restores_the_passage_index(cli: Command, database: Path) -> None:

@@ -33,12 +33,11 @@ def test_train_saves_a_fine_tuned_model(
     tuned = tmp_path / "tuned"
     command = ("train", "--model", model, "--data", data, "--output", tuned, "--batch-size", 2)
     output = cli(*command, "--json")
-    assert output.status == 0, output.stderr
     assert output.json["steps"] == 4
     assert cli("check", tuned, "--json").json["block_tuned"]
     data.write_text(data.read_text() + "{}\n", encoding="utf-8")
-    output = cli(*command[:-4], "--output", tmp_path / "other")
-    assert (output.status, "line 5" in output.stderr) == (1, True)
+    output = cli(*command[:-4], "--output", tmp_path / "other", status=1)
+    assert "line 5" in output.stderr
 
 
 @pytest.mark.parametrize("evaluated", [True, False])
@@ -89,6 +88,7 @@ def test_every_option_reaches_the_config(cli: Command, runs: list[FinetuneConfig
     output = cli(
         "train", *LEAST, "--data", "b", "--eval-data", "c", "--epochs", 1.5, "--learning-rate", 0.5,
         "--batch-size", 5, "--blocks-per-turn", 2, "--lora", "--bf16", "--gradient-checkpointing",
+        status=1,
     )  # fmt: skip
     assert "seen" in output.stderr
     assert runs == [
@@ -98,18 +98,3 @@ def test_every_option_reaches_the_config(cli: Command, runs: list[FinetuneConfig
             gradient_checkpointing=True,
         ),
     ]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("options", "status", "message"),
-    [
-        (("--learning-rate", 0), 1, "Invalid learning_rate 0.0: expected above 0"),
-        (("--batch-size", 0), 2, "--batch-size"),
-    ],
-)
-def test_an_invalid_setting_is_named(
-    cli: Command, runs: list[FinetuneConfig], options: tuple[object, ...], status: int, message: str
-) -> None:
-    output = cli("train", *LEAST, *options)
-    assert (output.status, runs) == (status, [])
-    assert message in output.stderr

@@ -26,7 +26,7 @@ def database(tmp_path_factory: pytest.TempPathFactory) -> Database:
     folder = tmp_path_factory.mktemp("web")
     tiny_model().save_pretrained(folder / "model")
     tiny_tokenizer().save_pretrained(folder / "model")
-    database = Database.create(folder / "db", Manifest(str(folder / "model"), fingerprint=""))
+    database = Database.create(folder / "db", Manifest(str(folder / "model")))
     texts = [HOSTILE, "Elven Tower is 187 metres tall."]
     documents = [Document(text=text, metadata={"title": str(i)}) for i, text in enumerate(texts)]
     for document in documents:
@@ -75,12 +75,11 @@ def test_untrusted_texts_are_escaped(database: Database) -> None:
 def test_an_error_is_shown_and_escaped(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
     race = Race(database, top_k=2)
 
-    def broken(question: str) -> list[object]:
+    def broken(*_: object, **__: object) -> None:
         raise ValueError("no <b>question</b>")
 
-    monkeypatch.setattr(race, "retrieved", broken)
-    (columns,) = shown(race, "Halden Tower")
-    assert "Error:</b> no &lt;b&gt;question" in columns.passages
+    monkeypatch.setattr(race.assistant, "ask", broken)
+    assert "Error:</b> no &lt;b&gt;question" in shown(race, "Halden Tower")[-1].passages
 
 
 def test_an_empty_question_is_not_asked(database: Database) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from blockattn_rag import BlockAttentionEngine
-from blockattn_rag.app.rag.ask import Assistant, Turn
+from blockattn_rag.app.rag.ask import Assistant, Turn, with_history
 from blockattn_rag.app.rag.database import Database, Manifest
 from blockattn_rag.app.rag.documents import load_documents
 from blockattn_rag.app.rag.ingest import ingest_documents
@@ -19,13 +19,18 @@ from blockattn_rag.prompts.blocks import BlockPrompt
 from tests.holding import FEW, holding
 
 
+@pytest.fixture
+def database(model: Path, documents: Path, tmp_path: Path) -> Database:
+    """A database with ``documents``."""
+    database = Database.create(tmp_path / "db", Manifest(str(model)))
+    ingest_documents(database, load_documents([documents]).documents)
+    return database
+
+
 def test_a_store_that_fails_after_ingestion_only_causes_a_warning(
-    model: Path, documents: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    database: Database, caplog: pytest.LogCaptureFixture
 ) -> None:
-    folder = tmp_path / "db"
-    database = Database.create(folder, Manifest(str(model), fingerprint=""))
-    ingest_documents(database, load_documents([documents], exclude=folder).documents)
-    question = "How high is Halden Tower?"
+    folder, question = database.path, "How high is Halden Tower?"
     expected = Assistant(Database.open(folder), max_new_tokens=4).ask(question)
 
     assistant = Assistant(Database.open(folder), max_new_tokens=4)
@@ -57,22 +62,16 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[BlockPrompt]:
     return prompts
 
 
-def ingested(model: Path, documents: Path, folder: Path) -> Database:
-    database = Database.create(folder, Manifest(str(model), fingerprint=""))
-    ingest_documents(database, load_documents([documents], exclude=folder).documents)
-    return database
-
-
-def test_question_must_be_valid_text(model: Path, documents: Path, tmp_path: Path) -> None:
-    assistant = Assistant(ingested(model, documents, tmp_path / "db"), max_new_tokens=2, top_k=1)
+def test_question_must_be_valid_text(database: Database) -> None:
+    assistant = Assistant(database, max_new_tokens=2, top_k=1)
     with pytest.raises(ValueError, match="Invalid UTF-8 in the question, after 2 characters"):
         assistant.ask("a \udcff?")
 
 
 def test_earlier_turns_follow_the_passages_which_remain_hits(
-    model: Path, documents: Path, tmp_path: Path, asked: list[BlockPrompt]
+    database: Database, asked: list[BlockPrompt]
 ) -> None:
-    assistant = Assistant(ingested(model, documents, tmp_path / "db"), max_new_tokens=2, top_k=1)
+    assistant = Assistant(database, max_new_tokens=2, top_k=1)
     first = assistant.ask("How high is Halden Tower?")
     turns = [Turn("How high is Halden Tower?", "214 metres.")]
     second = assistant.ask("Why?", history=turns)
@@ -86,8 +85,8 @@ def test_earlier_turns_follow_the_passages_which_remain_hits(
     assert 0 < second.stats.ttft_s <= second.waited_s
 
 
-def test_stopped_answer_frees_the_model(model: Path, documents: Path, tmp_path: Path) -> None:
-    assistant = Assistant(ingested(model, documents, tmp_path / "db"), max_new_tokens=2000)
+def test_stopped_answer_frees_the_model(database: Database) -> None:
+    assistant = Assistant(database, max_new_tokens=2000)
 
     def stop(text: str) -> None:
         raise KeyboardInterrupt
@@ -100,11 +99,11 @@ def test_stopped_answer_frees_the_model(model: Path, documents: Path, tmp_path: 
     assert held.tokens <= FEW + 1
 
 
-def test_passages_with_equal_texts_count_once(model: Path, documents: Path, tmp_path: Path) -> None:
+def test_passages_with_equal_texts_count_once(database: Database, documents: Path) -> None:
     for copy in range(4):
         (documents / f"copy{copy}").mkdir()
         (documents / f"copy{copy}" / "tower.txt").write_text("Halden Tower is 214 metres high.\n")
-    database = ingested(model, documents, tmp_path / "db")
+    ingest_documents(database, load_documents([documents]).documents)
     assistant = Assistant(database, max_new_tokens=2, top_k=2)
     texts = [source.text for source in assistant.ask("How high is Halden Tower?").sources]
     assert texts[0] == "Halden Tower is 214 metres high."
@@ -112,8 +111,28 @@ def test_passages_with_equal_texts_count_once(model: Path, documents: Path, tmp_
     assert len(retriever(database)("How high is Halden Tower?", 2)) == 2
 
 
-def test_answer_json_has_the_recipe(model: Path, documents: Path, tmp_path: Path) -> None:
-    database = ingested(model, documents, tmp_path / "db")
+def test_answer_json_has_the_recipe(database: Database) -> None:
     assistant = Assistant(database, max_new_tokens=2)
     assert assistant.ask("How high?").to_dict()["recipe"] == str(database.engine.recipe) != ""
     assert assistant.ask("How high?", mode="full").to_dict()["recipe"] == ""
+
+
+TURNS = [Turn("How high?", "214 metres."), Turn("And how old?", "95 years.")]
+
+
+def test_a_question_without_history_is_unchanged() -> None:
+    assert with_history("Why?", [], count=len, max_tokens=100) == "Why?"
+
+
+def test_earlier_turns_precede_the_question_oldest_first() -> None:
+    assert with_history("Why?", TURNS, count=len, max_tokens=100) == (
+        "Earlier questions and answers:\nQ: How high?\nA: 214 metres.\nQ: And how old?\n"
+        "A: 95 years.\n\nThis question: Why?"
+    )
+
+
+def test_the_oldest_turns_that_do_not_fit_are_dropped() -> None:
+    newest = len("Q: And how old?\nA: 95 years.")
+    assert "How high?" not in with_history("Why?", TURNS, count=len, max_tokens=newest)
+    assert "And how old?" in with_history("Why?", TURNS, count=len, max_tokens=newest)
+    assert with_history("Why?", TURNS, count=len, max_tokens=newest - 1) == "Why?"
