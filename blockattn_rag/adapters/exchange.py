@@ -9,17 +9,19 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import aclosing, closing
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
-from blockattn_rag.adapters.engine_source import EngineSource
+from blockattn_rag.adapters.sources import EngineSource
 from blockattn_rag.engine.pending import Group
 from blockattn_rag.engine.results import Generation, GenerationChunk
 from blockattn_rag.output import CallParser, InvalidToolCall, ToolCall
 from blockattn_rag.output.answer_reader import AnswerReader
 from blockattn_rag.output.answers import ThoughtReader, has_no_thoughts
-from blockattn_rag.output.tool_use import ToolUse, prompt_spans, with_default_calls
+from blockattn_rag.output.tool_use import ToolUse, with_default_calls
 from blockattn_rag.prompts.blocks import BlockPrompt
-from blockattn_rag.prompts.chat_template import Spans, check_template_kwargs
+from blockattn_rag.prompts.chat_template import check_template_kwargs
+
+Response = TypeVar("Response")
 
 
 class Model(Protocol):
@@ -40,8 +42,7 @@ class ChatTurn:
     """Chat message with the roles and fields of chat templates.
 
     Args:
-        role: ``"system"``, ``"user"``, ``"assistant"``, ``"tool"``, or another role that the
-            template supports.
+        role: ``"system"``, ``"user"``, ``"assistant"``, ``"tool"``, or another of the template's.
         text: Text of the message, with block markers around passages.
         thoughts: Reasoning of an earlier answer. The template decides whether to include it.
         calls: Tool calls of an earlier answer.
@@ -94,29 +95,15 @@ def template_variables(model: Model, given: Mapping[str, Any] | None) -> dict[st
     return check_template_kwargs(model.source.tokenizer.tokenizer, {**defaults, **(given or {})})
 
 
-def chat_spans(
-    model: Model, turns: Iterable[ChatTurn], tools: ToolUse | None, variables: Mapping[str, Any]
-) -> Spans:
-    """Format a conversation with the model's chat template. Returns spans."""
-    tokenizer = model.source.tokenizer.tokenizer
-    return prompt_spans(tokenizer, template_messages(turns), tools, **variables)
-
-
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Complete answer, or the next chunk of a stream."""
+    """Complete answer, or the next chunk of a stream. The last step has the complete generation."""
 
-    output: Generation | GenerationChunk
     thoughts: str
     text: str
     calls: Sequence[ToolCall] = ()
     invalid: Sequence[InvalidToolCall] = ()
-
-    @property
-    def generation(self) -> Generation | None:
-        """The complete generation in the last step, None before."""
-        output = self.output
-        return output if isinstance(output, Generation) else output.generation
+    generation: Generation | None = None
 
 
 class Exchange:
@@ -124,8 +111,8 @@ class Exchange:
 
     Args:
         make_prompt: Function that creates the prompt. Async methods call it in another thread.
-        options: Engine options, including ``ToolUse.engine_options`` if there are tools.
-        parser: Parser of tool calls. None: tool calls are not allowed.
+        options: Engine options, without those that concern tools.
+        tools: Tools that the model may call.
     """
 
     def __init__(
@@ -133,12 +120,16 @@ class Exchange:
         source: EngineSource,
         make_prompt: Callable[[], BlockPrompt],
         options: dict[str, Any],
-        parser: CallParser | None = None,
+        tools: ToolUse | None,
     ) -> None:
         self._source = source
         self._make_prompt = make_prompt
         self.options = options
-        self._parser = parser
+        self._parser: CallParser | None = None
+        if tools is not None:
+            tokenizer = source.tokenizer.tokenizer
+            self._parser = tools.parser(tokenizer, options)
+            self.options = tools.engine_options(tokenizer, options)
 
     def prompt(self) -> BlockPrompt:
         """Create the prompt. If it cannot reuse passages, log a hint."""
@@ -147,36 +138,45 @@ class Exchange:
         tokenizer = self._source.tokenizer.tokenizer
         thoughts = ThoughtReader(tokenizer, prompt, answers_at_once=at_once)
         self._reader = AnswerReader(thoughts, self._parser)
-        return self._source.noted(prompt)
+        if self._source.hints is not None:
+            self._source.hints.look_at(prompt)
+        return prompt
 
-    def answer(self, group: Group | None = None) -> Step:
-        """Generate the complete answer, in one batch with the other calls of ``group``."""
+    @property
+    def group_key(self) -> object:
+        """Options of the ``Group`` that the call may belong to."""
+        return self._source, self.options
+
+    def answer(self) -> Step:
+        """Generate the complete answer, in one batch with the other calls of its group, if any."""
         engine, prompt = self._source.engine, self.prompt()
-        if group is None:
+        if (group := Group.of_this_call(self.group_key)) is None:
             return self._read(engine.generate(prompt, **self.options))
         return self._read(engine.submit(prompt, group=group, **self.options).result())
 
-    async def aanswer(self, group: Group | None = None) -> Step:
+    async def aanswer(self) -> Step:
         """Async version of ``answer``. Another thread loads the model and creates the prompt."""
         engine = await self._source.loaded_engine()
+        group = Group.of_this_call(self.group_key)
         return self._read(await engine.agenerate(self.prompt, group=group, **self.options))
 
-    def stream(self) -> Generator[Step, None, None]:
+    def stream(self, convert: Callable[[Step], Response]) -> Generator[Response, None, None]:
+        """Yield the converted steps of the answer. Closing the generator stops the generation."""
         prompt = self.prompt()
         with closing(self._source.engine.stream(prompt, **self.options)) as chunks:
-            yield from map(self._read, chunks)
+            for chunk in chunks:
+                yield convert(self._read(chunk))
 
-    async def astream(self) -> AsyncGenerator[Step, None]:
+    async def astream(self, convert: Callable[[Step], Response]) -> AsyncGenerator[Response, None]:
         engine = await self._source.loaded_engine()
         async with aclosing(engine.astream(self.prompt, **self.options)) as chunks:
             async for chunk in chunks:
-                yield self._read(chunk)
+                yield convert(self._read(chunk))
 
     def _read(self, output: Generation | GenerationChunk) -> Step:
         generation = output if isinstance(output, Generation) else output.generation
         if generation is None:
-            assert isinstance(output, GenerationChunk)
             said = self._reader.push(output.text, output.token_ids)
-            return Step(output, said.thoughts, said.answer)
+            return Step(said.thoughts, said.answer)
         said, answer = self._reader.finish(generation.text, generation.token_ids)
-        return Step(output, said.thoughts, said.answer, answer.calls, answer.invalid)
+        return Step(said.thoughts, said.answer, answer.calls, answer.invalid, generation)

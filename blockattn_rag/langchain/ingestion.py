@@ -10,9 +10,8 @@ from langchain_core.embeddings import Embeddings
 from pydantic import Field, PrivateAttr
 
 from blockattn_rag.adapters.arguments import check_items
-from blockattn_rag.adapters.engine_source import EngineSource, source_of, source_with
 from blockattn_rag.adapters.hashed_embedding import hashed_vectors
-from blockattn_rag.adapters.server_source import ServerSource
+from blockattn_rag.adapters.sources import Source, ingestion_source
 from blockattn_rag.engine.ingest import EncodeStats
 from blockattn_rag.langchain.documents import BlockDocumentPrompt, DocumentPromptField
 from blockattn_rag.langchain.fields import SourceFields
@@ -60,15 +59,11 @@ class BlockKVTransformer(SourceFields, BaseDocumentTransformer):
         super().__init__(**arguments)
 
     @classmethod
-    def _source_of(
-        cls, fields: dict[str, Any], arguments: dict[str, Any]
-    ) -> EngineSource | ServerSource:
+    def _source_of(cls, fields: dict[str, Any], arguments: dict[str, Any]) -> Source:
         llm = fields.pop("llm", None)
-        served = [fields.pop(name, None) for name in ("server", "api_key", "journal")]
-        if llm is None:
-            return source_with(*served, **arguments)
         fields.setdefault("block_template", getattr(llm, "block_template", BLANK_LINE))
-        return source_of(llm, "ChatBlockAttention", *served, *arguments.values())
+        served = {name: fields.pop(name, None) for name in ("server", "api_key", "journal")}
+        return ingestion_source(llm, "ChatBlockAttention", **served, **arguments)
 
     @property
     def stats(self) -> EncodeStats | None:

@@ -27,8 +27,7 @@ from langchain_core.prompt_values import ChatPromptValue, PromptValue, StringPro
 
 from blockattn_rag.adapters.exchange import ChatTurn, Step
 from blockattn_rag.adapters.handles import HANDLE_KEY
-from blockattn_rag.engine.results import Generation
-from blockattn_rag.output import InvalidToolCall, ToolCall
+from blockattn_rag.output import ToolCall
 from blockattn_rag.prompts.markers import own_markers, strip_markers, wrap
 
 PROVIDER = "blockattn_rag"
@@ -122,10 +121,8 @@ def _text_of_part(part: str | dict[str, Any], message: BaseMessage) -> str:
 
 def chat_result(step: Step, model_name: str | None) -> ChatResult:
     """Convert a complete answer. Reasoning is in ``additional_kwargs["reasoning_content"]``."""
-    answer = step.output
-    assert isinstance(answer, Generation)
     message = AIMessage(
-        **_content(step),
+        **_fields(step, model_name),
         tool_calls=[
             tool_call(name=call.name, args=call.arguments, id=call.id) for call in step.calls
         ],
@@ -133,10 +130,8 @@ def chat_result(step: Step, model_name: str | None) -> ChatResult:
             invalid_tool_call(name=call.name, args=call.text, id=call.id, error=call.error)
             for call in step.invalid
         ],
-        **_figures(answer, model_name),
     )
-    ending = {"finish_reason": answer.finish_reason}
-    return ChatResult(generations=[ChatGeneration(message=message, generation_info=ending)])
+    return ChatResult(generations=[ChatGeneration(message=message, generation_info=_ending(step))])
 
 
 def chat_chunk(step: Step, model_name: str | None, *, is_v1: bool) -> ChatGenerationChunk:
@@ -144,59 +139,52 @@ def chat_chunk(step: Step, model_name: str | None, *, is_v1: bool) -> ChatGenera
 
     Only the last chunk has usage metadata, because LangChain sums the metadata of all chunks.
     """
-    first = _FIRST_CALL_OF_V1 if is_v1 else 0
-    calls: list[ToolCall | InvalidToolCall] = [*step.calls, *step.invalid]
-    fields = _content(step)
     # Send each call in one chunk, because LangChain completes the JSON of partial arguments.
-    fields["tool_call_chunks"] = [
-        tool_call_chunk(
-            name=call.name,
-            # Invalid calls must not parse as JSON, or LangChain would treat them as valid.
-            args=json.dumps(call.arguments, ensure_ascii=False)
-            if isinstance(call, ToolCall)
-            else f"{call.error}: {call.text}",
-            id=call.id,
-            index=index,
-        )
-        for index, call in enumerate(calls, first)
-    ]
-    if (answer := step.generation) is None:
-        return ChatGenerationChunk(message=AIMessageChunk(**fields))
-    message = AIMessageChunk(**fields, chunk_position="last", **_figures(answer, model_name))
-    ending = {"finish_reason": answer.finish_reason}
-    return ChatGenerationChunk(message=message, generation_info=ending)
+    # Invalid calls must not parse as JSON, or LangChain would treat them as valid.
+    calls = [(call, json.dumps(call.arguments, ensure_ascii=False)) for call in step.calls]
+    calls += [(call, f"{call.error}: {call.text}") for call in step.invalid]
+    message = AIMessageChunk(
+        **_fields(step, model_name),
+        tool_call_chunks=[
+            tool_call_chunk(name=call.name, args=arguments, id=call.id, index=index)
+            for index, (call, arguments) in enumerate(calls, _FIRST_CALL_OF_V1 if is_v1 else 0)
+        ],
+        chunk_position="last" if step.generation else None,
+    )
+    return ChatGenerationChunk(message=message, generation_info=_ending(step))
 
 
-def _content(step: Step) -> dict[str, Any]:
-    thoughts = {"reasoning_content": step.thoughts} if step.thoughts else {}
-    return {"content": step.text, "additional_kwargs": thoughts}
+def _ending(step: Step) -> dict[str, Any] | None:
+    return {"finish_reason": step.generation.finish_reason} if step.generation else None
 
 
-def _figures(answer: Generation, model_name: str | None) -> dict[str, Any]:
-    """Return ``usage_metadata`` and ``response_metadata`` of a complete answer.
+def _fields(step: Step, model_name: str | None) -> dict[str, Any]:
+    """Return the fields that complete messages and chunks share.
 
-    ``cache_read`` counts tokens read from the store, and ``cache_creation`` computed tokens.
+    In ``usage_metadata``, ``cache_read`` counts tokens read from the store, and ``cache_creation``
+    computed tokens.
     """
-    stats = answer.stats
+    thoughts = {"reasoning_content": step.thoughts} if step.thoughts else {}
+    fields: dict[str, Any] = {"content": step.text, "additional_kwargs": thoughts}
+    if step.generation is None:
+        return fields
+    stats = step.generation.stats
     computed = stats.computed_tokens if stats.mode == "block" else 0
-    details = InputTokenDetails(cache_read=stats.reused_tokens, cache_creation=computed)
-    usage = UsageMetadata(
+    fields["usage_metadata"] = UsageMetadata(
         input_tokens=stats.prompt_tokens,
         output_tokens=stats.generated_tokens,
         total_tokens=stats.prompt_tokens + stats.generated_tokens,
-        input_token_details=details,
+        input_token_details=InputTokenDetails(
+            cache_read=stats.reused_tokens, cache_creation=computed
+        ),
     )
-    return {"usage_metadata": usage, "response_metadata": metadata_of(answer, model_name)}
-
-
-def metadata_of(generation: Generation, model_name: str | None) -> dict[str, Any]:
-    """Return ``response_metadata``: model, finish reason and reuse statistics."""
-    return {
+    fields["response_metadata"] = {
         "model_name": model_name or "unknown",
         "model_provider": PROVIDER,
-        "finish_reason": generation.finish_reason,
-        "block_attention": asdict(generation.stats),
+        "finish_reason": step.generation.finish_reason,
+        "block_attention": asdict(stats),
     }
+    return fields
 
 
 def without_markers(value: Any) -> Any:

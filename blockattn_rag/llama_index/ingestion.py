@@ -21,8 +21,8 @@ from llama_index.core.schema import (
 )
 
 from blockattn_rag.adapters.arguments import check_items, check_known
-from blockattn_rag.adapters.engine_source import source_of, source_with
 from blockattn_rag.adapters.hashed_embedding import hashed_vectors
+from blockattn_rag.adapters.sources import ingestion_source
 from blockattn_rag.engine.engine import BlockAttentionEngine
 from blockattn_rag.engine.find_recipe import AUTO, RecipeLike
 from blockattn_rag.engine.ingest import EncodeStats
@@ -115,25 +115,27 @@ class BlockKVTransform(SourceComponent, TransformComponent):
         hide_file_paths: bool = True,
         metadata_key: str | None = None,
     ) -> None:
-        arguments = {
-            "engine": engine,
-            "model_name": model_name,
-            "tokenizer_name": tokenizer_name,
-            "kv_store": kv_store,
-            "device_map": None if device_map == "auto" else device_map,
-            "model_kwargs": model_kwargs or None,
-            "recipe": None if recipe == AUTO else recipe,
-        }
-        if llm is None:
-            source = source_with(server, api_key, journal, **arguments)
-        else:
-            others = (server, api_key, journal, *arguments.values())
-            source = source_of(llm, "BlockAttentionLLM", *others)
-            block_template = block_template or getattr(llm, "block_template", None)
-        fields = {**source.fields(), "block_template": block_template or BLANK_LINE}
-        fields |= {"show_progress": show_progress, "hide_file_paths": hide_file_paths}
-        fields["metadata_key"] = metadata_key
-        super().__init__(**fields)
+        source = ingestion_source(
+            llm,
+            "BlockAttentionLLM",
+            server=server,
+            api_key=api_key,
+            journal=journal,
+            engine=engine,
+            model_name=model_name,
+            tokenizer_name=tokenizer_name,
+            kv_store=kv_store,
+            device_map=None if device_map == "auto" else device_map,
+            model_kwargs=model_kwargs or None,
+            recipe=None if recipe == AUTO else recipe,
+        )
+        super().__init__(
+            **source.fields(),
+            block_template=block_template or getattr(llm, "block_template", BLANK_LINE),
+            show_progress=show_progress,
+            hide_file_paths=hide_file_paths,
+            metadata_key=metadata_key,
+        )
         self._source = source
 
     @classmethod

@@ -17,6 +17,7 @@ from llama_index.core.base.llms.types import (
     CompletionResponseGen,
     LLMMetadata,
     MessageRole,
+    ToolCallBlock,
 )
 from llama_index.core.bridge.pydantic import Field
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
@@ -26,17 +27,13 @@ from llama_index.core.llms.llm import ToolSelection
 from llama_index.core.tools.types import BaseTool
 
 from blockattn_rag.adapters.arguments import check_known
-from blockattn_rag.adapters.engine_source import EngineSource
 from blockattn_rag.adapters.exchange import Exchange, tools_of
+from blockattn_rag.adapters.sources import EngineSource
 from blockattn_rag.engine.engine import BlockAttentionEngine
 from blockattn_rag.engine.find_recipe import AUTO, RecipeLike
 from blockattn_rag.engine.results import Mode
-from blockattn_rag.llama_index.messages import (
-    Responses,
-    aresponses_of,
-    responses_of,
-    tool_selections,
-)
+from blockattn_rag.errors import ToolCallError
+from blockattn_rag.llama_index.messages import INVALID_CALLS, Responses
 from blockattn_rag.llama_index.prompting import PROMPT_OPTIONS, PromptLike, PromptMaking
 from blockattn_rag.llama_index.structured_output import StructuredPrediction
 from blockattn_rag.output.tool_use import ToolUse, without_tool_options
@@ -174,7 +171,7 @@ class BlockAttentionLLM(PromptMaking, StructuredPrediction, CustomLLM, FunctionC
         names = ("model_name", "mode", "recipe", "context_window", "max_new_tokens")
         return {"class_name": self.class_name(), **{name: getattr(self, name) for name in names}}
 
-    def engine_options(self, call: dict[str, Any]) -> dict[str, Any]:
+    def _engine_options(self, call: dict[str, Any]) -> dict[str, Any]:
         """Return the engine options of a call. The call's options override the fields."""
         own = {"mode": self.mode, "max_new_tokens": self.max_new_tokens}
         options = {**own, **without_tool_options(self.generate_kwargs), **call}
@@ -188,13 +185,8 @@ class BlockAttentionLLM(PromptMaking, StructuredPrediction, CustomLLM, FunctionC
         tools: ToolUse | None = None,
     ) -> Exchange:
         shaping = {name: call[name] for name in PROMPT_OPTIONS if name in call}
-        options = self.engine_options(call)
         make_prompt = partial(self.to_prompt, prompt, formatted, tools=tools, **shaping)
-        if tools is None:
-            return Exchange(self._source, make_prompt, options)
-        tokenizer = self._source.tokenizer.tokenizer
-        parser = tools.parser(tokenizer, options)
-        return Exchange(self._source, make_prompt, tools.engine_options(tokenizer, options), parser)
+        return Exchange(self._source, make_prompt, self._engine_options(call), tools)
 
     def _chat_exchange(self, messages: Sequence[ChatMessage], call: dict[str, Any]) -> Exchange:
         tools = tools_of(self, call)
@@ -208,8 +200,7 @@ class BlockAttentionLLM(PromptMaking, StructuredPrediction, CustomLLM, FunctionC
     def stream_complete(
         self, prompt: str, formatted: bool = False, **kwargs: Any
     ) -> CompletionResponseGen:
-        steps = self._exchange(prompt, kwargs, formatted).stream()
-        return responses_of(steps, Responses().completion)
+        return self._exchange(prompt, kwargs, formatted).stream(Responses(streamed=True).completion)
 
     @llm_completion_callback()
     async def acomplete(
@@ -221,8 +212,9 @@ class BlockAttentionLLM(PromptMaking, StructuredPrediction, CustomLLM, FunctionC
     async def astream_complete(
         self, prompt: str, formatted: bool = False, **kwargs: Any
     ) -> CompletionResponseAsyncGen:
-        steps = self._exchange(prompt, kwargs, formatted).astream()
-        return aresponses_of(steps, Responses().completion)
+        return self._exchange(prompt, kwargs, formatted).astream(
+            Responses(streamed=True).completion
+        )
 
     @llm_chat_callback()
     def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
@@ -230,7 +222,7 @@ class BlockAttentionLLM(PromptMaking, StructuredPrediction, CustomLLM, FunctionC
 
     @llm_chat_callback()
     def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
-        return responses_of(self._chat_exchange(messages, kwargs).stream(), Responses().chat)
+        return self._chat_exchange(messages, kwargs).stream(Responses(streamed=True).chat)
 
     @llm_chat_callback()
     async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
@@ -240,7 +232,7 @@ class BlockAttentionLLM(PromptMaking, StructuredPrediction, CustomLLM, FunctionC
     async def astream_chat(
         self, messages: Sequence[ChatMessage], **kwargs: Any
     ) -> ChatResponseAsyncGen:
-        return aresponses_of(self._chat_exchange(messages, kwargs).astream(), Responses().chat)
+        return self._chat_exchange(messages, kwargs).astream(Responses(streamed=True).chat)
 
     # -- tools -------------------------------------------------------------------------------
 
@@ -279,4 +271,23 @@ class BlockAttentionLLM(PromptMaking, StructuredPrediction, CustomLLM, FunctionC
             ToolCallError: The response has no tool call or an invalid tool call, and
                 ``error_on_no_tool_call`` is True.
         """
-        return tool_selections(response, required=error_on_no_tool_call)
+        message = response.message
+        calls = [block for block in message.blocks if isinstance(block, ToolCallBlock)]
+        if error_on_no_tool_call:
+            if invalid := message.additional_kwargs.get(INVALID_CALLS):
+                reasons = "; ".join(f"{call['error']}: {call['text'][:200]!r}" for call in invalid)
+                raise ToolCallError(f"The model generated an invalid tool call. {reasons}")
+            if not calls:
+                answer = (message.content or "")[:200]
+                raise ToolCallError(
+                    f"Expected a tool call, but the model answered {answer!r}. Pass "
+                    "tool_required=True to enforce a call with a grammar"
+                )
+        return [
+            ToolSelection(
+                tool_id=call.tool_call_id or "",
+                tool_name=call.tool_name,
+                tool_kwargs=call.tool_kwargs if isinstance(call.tool_kwargs, dict) else {},
+            )
+            for call in calls
+        ]

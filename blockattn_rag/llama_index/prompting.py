@@ -13,11 +13,11 @@ from llama_index.core.bridge.pydantic import Field
 from llama_index.core.llms.llm import LLM, default_completion_to_prompt
 from llama_index.core.prompts import BasePromptTemplate
 
-from blockattn_rag.adapters.exchange import chat_spans, template_messages, template_variables
+from blockattn_rag.adapters.exchange import template_messages, template_variables
 from blockattn_rag.llama_index.messages import chat_turns
 from blockattn_rag.llama_index.source import EngineComponent
 from blockattn_rag.output import tool_template
-from blockattn_rag.output.tool_use import ToolUse
+from blockattn_rag.output.tool_use import ToolUse, prompt_spans
 from blockattn_rag.prompts.blocks import BlockPrompt, BlockTemplate, Span
 from blockattn_rag.prompts.chat_template import has_chat_template, trace
 from blockattn_rag.prompts.markers import close_cut_passages, strip_markers
@@ -137,14 +137,14 @@ class PromptMaking(EngineComponent, LLM):
                 "chat_template_kwargs contains variables of the model's chat template, but "
                 "messages_to_prompt replaces the template; pass only one of the two"
             )
+        turns = template_messages(chat_turns(messages))
         if has_chat_template(tokenizer) and not self._own_template:
-            return chat_spans(self, chat_turns(messages), tools, variables)
+            return prompt_spans(tokenizer, turns, tools, **variables)
         if tools is not None:
             raise ValueError(
                 "Tools require the model's chat template, but messages_to_prompt replaces the "
                 "template; pass only one of the two"
             )
-        turns = template_messages(chat_turns(messages))
 
         def render(turns: Sequence[Mapping[str, Any]]) -> str:
             copies = []

@@ -8,7 +8,7 @@ from llama_index.core.base.llms.types import ChatMessage
 from llama_index.core.bridge.pydantic import PrivateAttr
 from llama_index.core.prompts import BasePromptTemplate
 
-from blockattn_rag.adapters.server_source import ServerSource
+from blockattn_rag.adapters.sources import ServerSource
 from blockattn_rag.lazy import missing_extra
 from blockattn_rag.llama_index.prompting import with_whole_passages
 from blockattn_rag.model.loading import load_tokenizer

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import pickle
 from typing import Any
 
 from llama_index.core.bridge.pydantic import Field, PrivateAttr
 from llama_index.core.schema import BaseComponent
 
-from blockattn_rag.adapters.engine_source import EngineSource
-from blockattn_rag.adapters.server_source import ServerSource
+from blockattn_rag.adapters.sources import EngineSource, Source
 from blockattn_rag.engine.engine import BlockAttentionEngine
 
 
@@ -35,20 +33,16 @@ class SourceComponent(BaseComponent):
     )
     recipe: str = Field(default="auto", description="Recipe of block mode.")
 
-    _source: EngineSource | ServerSource = PrivateAttr()
+    _source: Source = PrivateAttr()
 
     @property
-    def source(self) -> EngineSource | ServerSource:
+    def source(self) -> Source:
         """Source of the model. Components with the same source share it."""
         return self._source
 
     def __getstate__(self) -> dict[str, Any]:
-        if live := self._source.live_parts:
-            raise pickle.PicklingError(
-                f"This {type(self).__name__} was created from live objects ({' and '.join(live)}), "
-                "which cannot be sent to another process; pass model_name= and kv_store= (a "
-                "directory or an address), or run the ingestion pipeline without num_workers"
-            )
+        # LlamaIndex would silently drop a source that cannot be pickled.
+        self._source.__reduce__()
         return super().__getstate__()
 
     def __deepcopy__(self, memo: dict[int, Any] | None = None) -> SourceComponent:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from blockattn_rag import BlockAttentionEngine
-from blockattn_rag.adapters.engine_source import EngineSource
+from blockattn_rag.adapters.sources import EngineSource
 from blockattn_rag.langchain import BlockKVTransformer
 from blockattn_rag.llama_index import BlockKVTransform
 from blockattn_rag.model import BlockModel

@@ -11,9 +11,8 @@ from langchain_core.caches import InMemoryCache
 from langchain_core.messages import AIMessage
 
 from blockattn_rag import BlockAttentionEngine
-from blockattn_rag.adapters import engine_source
-from blockattn_rag.adapters.engine_source import EngineSource
-from blockattn_rag.langchain import ChatBlockAttention
+from blockattn_rag.adapters.sources import EngineSource
+from blockattn_rag.langchain import ChatBlockAttention, fields
 from blockattn_rag.model import BlockModel
 from blockattn_rag.store import MemoryStore
 from tests.chat_templates import QWEN3
@@ -93,7 +92,7 @@ def test_the_profile_reports_structured_output(
 ) -> None:
     told: Any = chat.profile
     assert (told["tool_choice"], told["structured_output"]) == (False, True)
-    monkeypatch.setattr(engine_source, "find_spec", lambda _: None)
+    monkeypatch.setattr(fields, "find_spec", lambda _: None)
     without: Any = ChatBlockAttention(engine=chat.engine).profile
     assert (without["tool_choice"], without["structured_output"]) == (False, False)
 
