@@ -37,8 +37,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("blockattn_rag")
 
-_NO_FIELDS = ("fingerprint", "store", "namespace", "encoding")
-"""Keys that ``to_dict`` returns in addition to fields."""
 _LONG = 8000
 """Characters of a long passage: about twice the default chunk size of LlamaIndex's splitter."""
 
@@ -78,20 +76,12 @@ class BlockKVTransform(SourceComponent, TransformComponent):
         IngestionPipeline(transformations=[splitter, BlockKVTransform(llm=llm), embed_model])
     """
 
-    server: str | list[str] | None = Field(
-        default=None, description="Address of one or more servers that encode the nodes."
-    )
-    journal: str | None = Field(
-        default=None, description="Folder that records which server stored which passage."
-    )
-    block_template: BlockTemplate = Field(description="Text around each passage.")
-    show_progress: bool = Field(default=False, description="Show a progress bar.")
-    hide_file_paths: bool = Field(
-        default=True, description="Exclude SimpleDirectoryReader's file_path from blocks."
-    )
-    metadata_key: str | None = Field(
-        default=None, description="Metadata key whose value replaces the node's text."
-    )
+    server: str | list[str] | None = None
+    journal: str | None = None
+    block_template: BlockTemplate
+    show_progress: bool = False
+    hide_file_paths: bool = True
+    metadata_key: str | None = None
 
     _stats: EncodeStats | None = PrivateAttr(default=None)
     _has_warned: bool = PrivateAttr(default=False)
@@ -190,14 +180,11 @@ class BlockKVTransform(SourceComponent, TransformComponent):
 
     def to_dict(self, **kwargs: Any) -> dict[str, Any]:
         """Return the fields, and all other values that ``IngestionCache`` has to compare."""
-        return {
-            **super().to_dict(**kwargs),
-            **self._source.storage,
-        }
+        return {**super().to_dict(**kwargs), **self._source.storage}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any], **kwargs: Any) -> BlockKVTransform:
-        fields = {k: v for k, v in data.items() if k not in _NO_FIELDS}
+        fields = {name: data[name] for name in cls.model_fields if name in data}
         return super().from_dict(fields, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:

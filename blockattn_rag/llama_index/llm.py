@@ -104,9 +104,9 @@ class BlockAttentionLLM(PromptMaking, StructuredPrediction, CustomLLM, FunctionC
             fewer passages.
     """
 
-    mode: Mode = Field(description="'block' reuses passages, 'full' uses ordinary attention.")
-    context_window: int | None = Field(description="Maximum tokens in prompt and answer.")
-    max_new_tokens: int = Field(description="Maximum tokens in an answer.", gt=0)
+    mode: Mode
+    context_window: int | None
+    max_new_tokens: int = Field(gt=0)
 
     def __init__(
         self,
@@ -137,18 +137,16 @@ class BlockAttentionLLM(PromptMaking, StructuredPrediction, CustomLLM, FunctionC
         )
         if recognize:
             source.check_recognizes()
-        own = ("is_chat_model", "is_function_calling_model")
-        fields = {
+        super().__init__(
             **source.fields(),
-            "mode": mode,
-            "block_template": block_template,
-            "recognize": recognize,
-            "context_window": context_window,
-            "max_new_tokens": max_new_tokens,
-            "generate_kwargs": generate_kwargs or {},
-            **{name: llm_fields.pop(name, None) for name in own},
-        }
-        super().__init__(**fields, **llm_fields)
+            mode=mode,
+            block_template=block_template,
+            recognize=recognize,
+            context_window=context_window,
+            max_new_tokens=max_new_tokens,
+            generate_kwargs=generate_kwargs or {},
+            **llm_fields,
+        )
         self._source = source
         source.load()
 

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from llama_index.core.base.llms.types import LLMMetadata
 from llama_index.core.bridge.pydantic import Field, PrivateAttr
-from llama_index.core.constants import DEFAULT_NUM_OUTPUTS
 from llama_index.core.indices.prompt_helper import DEFAULT_PADDING, PromptHelper
 from llama_index.core.llms.llm import LLM
 from llama_index.core.node_parser import TokenTextSplitter
@@ -174,13 +173,9 @@ class BlockPromptHelper(PromptHelper):
                 "Expected a BlockAttentionLLM, or the LLM of served_llm(url); found "
                 f"{type(llm).__name__}, which does not keep blocks complete"
             )
-        return cls(
-            context_window=llm.metadata.context_window,
-            num_output=llm.metadata.num_output,
-            tokenizer=llm.tokenize,
-            block_template=llm.block_template,
-            **kwargs,
-        )
+        helper = cls.from_llm_metadata(llm.metadata, tokenizer=llm.tokenize, **kwargs)
+        helper.block_template = llm.block_template
+        return helper
 
     def _get_available_chunk_size(
         self,
@@ -192,15 +187,17 @@ class BlockPromptHelper(PromptHelper):
     ) -> int:
         if llm is None:
             return super()._get_available_chunk_size(prompt, num_chunks, padding, llm, tools)
-        window, num_output = llm.metadata.context_window, llm.metadata.num_output
-        num_output = DEFAULT_NUM_OUTPUTS if num_output == -1 else num_output
+        helper = PromptHelper.from_llm_metadata(
+            llm.metadata, self.chunk_overlap_ratio, self.chunk_size_limit, self._tokenizer_of(llm)
+        )
         if not isinstance(llm, BlockLLM) or tools:
-            other = PromptHelper(
-                window, num_output, self.chunk_overlap_ratio, self.chunk_size_limit,
-                self._tokenizer_of(llm),
-            )  # fmt: skip
-            return other._get_available_chunk_size(prompt, num_chunks, padding, llm, tools)
-        room = window - num_output - _empty_prompt_tokens(prompt, llm)
+            return helper._get_available_chunk_size(prompt, num_chunks, padding, llm, tools)
+        if isinstance(prompt, SelectorPromptTemplate):
+            prompt = prompt.select(llm=llm)
+        missing = set(prompt.template_vars) - prompt.kwargs.keys()
+        # The prompt without passages, but with the system prompt and the chat template.
+        prompt_tokens = llm.prompt_tokens(prompt, **dict.fromkeys(missing, ""))
+        room = helper.context_window - helper.num_output - prompt_tokens
         size = room // num_chunks - padding
         return size if self.chunk_size_limit is None else min(size, self.chunk_size_limit)
 
@@ -245,11 +242,3 @@ class BlockPromptHelper(PromptHelper):
             prompt, len(text_chunks), padding, llm, tools
         )
         return _Joined(next(iter(splitter.split_text(text)), "") for text in text_chunks)
-
-
-def _empty_prompt_tokens(prompt: BasePromptTemplate, llm: BlockLLM) -> int:
-    """Count the tokens of a prompt without passages, but with system prompt and chat template."""
-    if isinstance(prompt, SelectorPromptTemplate):
-        prompt = prompt.select(llm=llm)  # type: ignore[arg-type]
-    missing = set(prompt.template_vars) - prompt.kwargs.keys()
-    return llm.prompt_tokens(prompt, **dict.fromkeys(missing, ""))

@@ -9,13 +9,15 @@ from llama_index.core.base.llms.generic_utils import (
     messages_to_prompt as generic_messages_to_prompt,
 )
 from llama_index.core.base.llms.types import ChatMessage, MessageRole, TextBlock
-from llama_index.core.bridge.pydantic import Field
+from llama_index.core.bridge.pydantic import PrivateAttr
 from llama_index.core.llms.llm import LLM, default_completion_to_prompt
 from llama_index.core.prompts import BasePromptTemplate
 
 from blockattn_rag.adapters.exchange import template_messages, template_variables
+from blockattn_rag.adapters.sources import EngineSource
+from blockattn_rag.engine.engine import BlockAttentionEngine
 from blockattn_rag.llama_index.messages import chat_turns
-from blockattn_rag.llama_index.source import EngineComponent
+from blockattn_rag.llama_index.source import SourceComponent
 from blockattn_rag.output import tool_template
 from blockattn_rag.output.tool_use import ToolUse, prompt_spans
 from blockattn_rag.prompts.blocks import BlockPrompt, BlockTemplate, Span
@@ -29,16 +31,25 @@ PROMPT_OPTIONS = ("chat_template_kwargs", "parse_special_tokens")
 """Call options, also in ``generate_kwargs``, that affect the prompt. Others go to the engine."""
 
 
-class PromptMaking(EngineComponent, LLM):
+class PromptMaking(SourceComponent, LLM):
     """LLM that converts prompts to blocks. For the fields, see ``BlockAttentionLLM``."""
 
-    block_template: BlockTemplate = Field(description="Text around each passage.")
-    recognize: Recognize = Field(description="Whether to recognize passages without markers.")
-    is_chat_model: bool | None = Field(description="Default: whether there is a chat template.")
-    is_function_calling_model: bool | None = Field(
-        description="Default: whether the chat template supports tools."
-    )
-    generate_kwargs: dict[str, Any] = Field(description="Default options of all calls.")
+    block_template: BlockTemplate
+    recognize: Recognize
+    is_chat_model: bool | None = None
+    is_function_calling_model: bool | None = None
+    generate_kwargs: dict[str, Any]
+
+    _source: EngineSource = PrivateAttr()
+
+    @property
+    def source(self) -> EngineSource:
+        """Source of the engine. Components with the same source share the model."""
+        return self._source
+
+    @property
+    def engine(self) -> BlockAttentionEngine:
+        return self._source.engine
 
     def tokenize(self, text: str) -> list[int]:
         """Tokenize a text without block markers and BOS, to count its tokens."""

@@ -151,41 +151,20 @@ class BlockCitationQueryEngine(CitationQueryEngine):
 
     @classmethod
     def from_args(  # type: ignore[override]
-        cls,
-        index: Any,
-        llm: LLM | None = None,
-        *,
-        response_mode: ResponseMode = ResponseMode.COMPACT,
-        use_async: bool = False,
-        streaming: bool = False,
-        citation_qa_template: Any = CITATION_QA_TEMPLATE,
-        citation_refine_template: Any = CITATION_REFINE_TEMPLATE,
-        multimodal: bool = False,
-        **kwargs: Any,
+        cls, index: Any, llm: LLM | None = None, **kwargs: Any
     ) -> CitationQueryEngine:
         """``CitationQueryEngine.from_args`` with a synthesizer that keeps blocks complete."""
-        keeps_blocks: bool = isinstance(llm, BlockLLM)
-        if llm is not None and keeps_blocks and not multimodal:
+        if isinstance(llm, BlockLLM) and not kwargs.get("multimodal"):
             synthesizer = block_response_synthesizer(
                 llm,
-                response_mode,
-                use_async=use_async,
-                streaming=streaming,
-                text_qa_template=citation_qa_template,
-                refine_template=citation_refine_template,
+                kwargs.get("response_mode", ResponseMode.COMPACT),
+                use_async=kwargs.get("use_async", False),
+                streaming=kwargs.get("streaming", False),
+                text_qa_template=kwargs.get("citation_qa_template", CITATION_QA_TEMPLATE),
+                refine_template=kwargs.get("citation_refine_template", CITATION_REFINE_TEMPLATE),
             )
             kwargs.setdefault("response_synthesizer", synthesizer)
-        return super().from_args(
-            index,
-            llm,
-            response_mode=response_mode,
-            use_async=use_async,
-            streaming=streaming,
-            citation_qa_template=citation_qa_template,
-            citation_refine_template=citation_refine_template,
-            multimodal=multimodal,
-            **kwargs,
-        )
+        return super().from_args(index, llm, **kwargs)
 
     def _create_citation_nodes(self, nodes: list[NodeWithScore]) -> list[NodeWithScore]:
         if self._multimodal:

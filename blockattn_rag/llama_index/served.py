@@ -42,20 +42,20 @@ class ServedLLM(OpenAILike):
         """The server, for ingestion with ``BlockKVTransform(llm=...)``."""
         return ServerSource(str(self.api_base), self.api_key)
 
-    def tokenize(self, text: str) -> list[int]:
-        """Tokenize a text without block markers and BOS, to count its tokens."""
+    def _token_counter(self) -> BlockTokenizer:
         if self._counting is None:
             name = self.model if self.tokenizer is None else self.tokenizer
-            given = load_tokenizer(name) if isinstance(name, str) else name
-            self._counting = BlockTokenizer(given)
-        return self._counting.text_ids(strip_markers(text))
+            self._counting = BlockTokenizer(load_tokenizer(name) if isinstance(name, str) else name)
+        return self._counting
+
+    def tokenize(self, text: str) -> list[int]:
+        """Tokenize a text without block markers and BOS, to count its tokens."""
+        return self._token_counter().text_ids(strip_markers(text))
 
     def prompt_tokens(self, prompt: BasePromptTemplate, **variables: str) -> int:
         messages = self._get_messages(prompt, **variables)
         turns = [{"role": str(m.role.value), "content": m.content or ""} for m in messages]
-        self.tokenize("")
-        assert self._counting is not None
-        ids = self._counting.tokenizer.apply_chat_template(
+        ids = self._token_counter().tokenizer.apply_chat_template(
             turns, tokenize=True, add_generation_prompt=True, return_dict=False
         )
         return len(ids)
