@@ -1,8 +1,4 @@
-"""Model calls for both frameworks: conversion of messages to a prompt, and answers in steps.
-
-Each adapter converts its messages to ``ChatTurn`` objects and builds responses from ``Step``
-objects.
-"""
+"""Model calls: adapters convert messages to ``ChatTurn``, and ``Step`` to their answers."""
 
 from __future__ import annotations
 
@@ -59,11 +55,7 @@ class ChatTurn:
 
 
 def template_messages(turns: Iterable[ChatTurn]) -> list[dict[str, Any]]:
-    """Convert turns to chat-template messages: dicts with ``role`` and ``content``.
-
-    ``reasoning_content`` contains the reasoning, and ``tool_calls`` the tool calls. Results have a
-    ``tool_call_id`` and the tool's ``name``.
-    """
+    """Convert turns to chat-template messages. Results get the name of the called tool."""
     messages: list[dict[str, Any]] = []
     tools: dict[str, str] = {}  # Tool names by call id.
     for turn in turns:
@@ -81,10 +73,7 @@ def template_messages(turns: Iterable[ChatTurn]) -> list[dict[str, Any]]:
 
 
 def tools_of(model: Model, call: Mapping[str, Any]) -> ToolUse | None:
-    """Return the tools that a call with these options may use; see ``ToolUse.of_call``.
-
-    The option ``tool_calls`` defaults to its value in ``generate_kwargs``.
-    """
+    """Return the tools that a call may use. ``tool_calls`` may be set in ``generate_kwargs``."""
     options = with_default_calls(model.generate_kwargs, call)
     return ToolUse.of_call(options, lambda: model.source.tokenizer.tokenizer, model.model_name)
 

@@ -24,11 +24,7 @@ _PAGE = 1000
 
 
 def digest_of(inputs: Mapping[str, Any]) -> str:
-    """Compute a digest of the names and values that a passage was formatted from.
-
-    Args:
-        inputs: ``page_content`` and metadata values, by name.
-    """
+    """Compute a digest of the values that a passage was formatted from, by name."""
     names = sorted(inputs)
     values = [str(inputs[name]) for name in names]
     return f"{','.join(names)}:{handle_of(chr(0).join(f'{len(v)}:{v}' for v in values))}"
@@ -64,7 +60,7 @@ def handles_in(places: Iterable[Any]) -> Iterator[str]:
 
 
 def _records(place: Any) -> Iterable[tuple[Any, ...]]:
-    """Yield the metadata and text of each passage. The text is None if it is not available."""
+    """Return the metadata and text of each passage. The text is None if it is not available."""
     if isinstance(place, Mapping):
         return [(place, None)]
     # Check this before ``metadata``, because collections also have metadata.

@@ -43,7 +43,6 @@ class EngineSource:
         kv_store: A store, or a location for ``store.open_store``, such as a directory or
             ``"s3://bucket/kv"``. Default: in memory.
         model_kwargs: Additional arguments for loading the model, including ``tokenizer``.
-        recipe: Recipe of block mode; see ``BlockAttentionEngine``.
     """
 
     def __init__(
@@ -136,11 +135,7 @@ class EngineSource:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Values that answers depend on, in addition to a component's fields.
-
-        For an existing engine: its model, recipe and KV dtype. Otherwise: the recipes that the
-        engine may use once it is loaded.
-        """
+        """Values that answers depend on, in addition to a component's fields. Loads no model."""
         if self._model is None:
             engine = self.engine
             return {
@@ -178,15 +173,10 @@ class EngineSource:
     def engine(self) -> BlockAttentionEngine:
         with self._lock:
             if self._engine is None:
+                options = {"device": self._device_map, **self._model_kwargs}
+                options["tokenizer"] = self._tokenizer
                 self._engine = BlockAttentionEngine.from_pretrained(
-                    self._model,
-                    store=self._kv_store,
-                    recipe=self._recipe,
-                    **{
-                        "device": self._device_map,
-                        **self._model_kwargs,
-                        "tokenizer": self._tokenizer,
-                    },
+                    self._model, store=self._kv_store, recipe=self._recipe, **options
                 )
             return self._engine
 
@@ -196,10 +186,7 @@ class EngineSource:
         return await asyncio.to_thread(lambda: self.engine)
 
     def load(self) -> None:
-        """Load the model, so that the first question is as fast as later ones.
-
-        Has no effect on an existing engine.
-        """
+        """Load the model, so that the first question is as fast as later ones."""
         if self._engine is None:
             model = self.engine.model
             # Each property is measured on first access, which takes as long as several answers.
@@ -213,19 +200,14 @@ class EngineSource:
     def encode(
         self, texts: Sequence[str], template: BlockTemplate, *, show_progress: bool
     ) -> EncodeStats:
-        """Encode passages that are not stored yet. Raises the same errors as ``precompute``."""
+        """Encode passages that are not stored yet."""
         blocks = [Block(text, template) for text in texts]
         return self.engine.precompute(blocks, show_progress=show_progress)
 
     def prompt_of(
         self, spans: Iterable[Span], template: BlockTemplate, *, recognize: Recognize = False
     ) -> BlockPrompt:
-        """Create a prompt from spans.
-
-        Args:
-            recognize: Whether to also recognize stored passages in text without markers, and in
-                system messages. The first prompt with ``recognize`` loads the model.
-        """
+        """Create a prompt. ``recognize``: also recognize passages in text without markers."""
         if recognize:
             engine = self.engine
             in_system = recognize == "system"
@@ -233,11 +215,7 @@ class EngineSource:
         return BlockPrompt.from_spans(spans, template)
 
     def string_spans(self, prompt: str, *, parse_special_tokens: bool) -> list[Span]:
-        """Split a prompt string into passages and other text.
-
-        Args:
-            parse_special_tokens: Whether to parse control tokens outside of passages.
-        """
+        """Split a prompt. ``parse_special_tokens``: parse control tokens outside of passages."""
         if parse_special_tokens:
             if holds_orphans(prompt):
                 raise SegmentationError(
@@ -281,9 +259,6 @@ class ServerSource:
         api_key: API key of the servers. Neither included in ``fields`` nor pickled; other processes
             read it from the environment variable ``BLOCKATTN_RAG_API_KEY``.
         journal: Folder of a journal (see ``ServerPool``).
-
-    Raises:
-        ValueError: An address is invalid, or the list is empty.
     """
 
     def __init__(
@@ -323,7 +298,6 @@ class ServerSource:
     def encode(
         self, texts: Sequence[str], template: BlockTemplate, *, show_progress: bool
     ) -> EncodeStats:
-        """Encode passages that are not stored yet."""
         if template != BLANK_LINE:
             raise ValueError(
                 f"Unsupported block_template={template}: servers use {BLANK_LINE}; remove the "
@@ -354,10 +328,7 @@ def ingestion_source(
 ) -> Source:
     """Find the source of an ingestion step: that of ``llm``, servers, or an engine to load.
 
-    Args:
-        llm: LLM that generates the answers, or None.
-        expected: Name of the class that ``llm`` should have, for error messages.
-        arguments: Arguments of ``EngineSource``. None means the default.
+    ``expected`` is the class that ``llm`` should have, and ``arguments`` are for ``EngineSource``.
     """
     arguments = {name: value for name, value in arguments.items() if value is not None}
     if llm is not None:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, closing
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models import BaseChatModel, LanguageModelInput
 from langchain_core.language_models.base import LangSmithParams
-from langchain_core.language_models.model_profile import ModelProfile
 from langchain_core.messages import AIMessage, BaseMessage
 from langchain_core.outputs import ChatGenerationChunk, ChatResult
 from langchain_core.runnables import Runnable, RunnableConfig, RunnableLambda
@@ -29,7 +28,7 @@ from blockattn_rag.adapters.exchange import (
     tools_of,
 )
 from blockattn_rag.engine.pending import MAX_BATCH, Group
-from blockattn_rag.langchain.fields import GenerationFields, SourceProfile
+from blockattn_rag.langchain.fields import GenerationFields, profile_of
 from blockattn_rag.langchain.messages import (
     PROVIDER,
     chat_chunk,
@@ -53,7 +52,7 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
     Passages are enclosed in block markers (``BlockDocumentPrompt``, ``format_blocks``), or are text
     parts with a ``kv_handle``. They are looked up in the KV store by the digest of their text, and
     encoded on a cache miss. The rest of the prompt is ordinary text. The constructor loads the
-    model, unless it runs on a server. Unpickled copies load it on first use.
+    model. Unpickled copies load it on first use.
 
     For the arguments, see ``SourceFields`` (model, store) and ``GenerationFields`` (answers). Calls
     accept ``stop``, ``max_tokens``, ``temperature``, ``top_p``, ``top_k``, ``seed``, ``mode``,
@@ -85,6 +84,8 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
         if self.recognize:
             self.source.check_recognizes()
         self.source.load()
+        if self.profile is None:
+            self.profile = profile_of(self.source)
 
     @classmethod
     def from_model_id(
@@ -124,9 +125,6 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
         params = super()._get_ls_params(stop=stop or self.stop, **kwargs)
         params["ls_provider"] = PROVIDER
         return params
-
-    def _resolve_model_profile(self) -> ModelProfile:
-        return cast(ModelProfile, SourceProfile(self.source))
 
     def bind_tools(
         self,
@@ -218,13 +216,12 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
         Args:
             messages: Messages of a conversation.
             tools: See ``bind_tools``.
-            chat_template_kwargs: Variables of the chat template, in addition to those in
+            chat_template_kwargs: Variables of the chat template, which override those in
                 ``generate_kwargs``.
 
         Raises:
-            ValueError: The model has no chat template, the template ignores one of
-                ``chat_template_kwargs`` or does not support tools, or a message has non-text
-                content.
+            ValueError: The chat template does not support the variables or tools, or is missing, or
+                a message has non-text content.
         """
         definitions = [convert_to_openai_tool(tool) for tool in tools or ()]
         tools_in_use = tools_of(self, {"tools": definitions})
@@ -368,7 +365,6 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
         return await gather_with_concurrency(at_once, *answers)
 
     def _group(self, calls: int, at_once: int, call: dict[str, Any]) -> Group | None:
-        """Create the group for concurrent calls, or return None if they are answered one by one."""
         exchange = self._exchange([], call.get("stop"), call)
         if at_once < 2 or exchange.options.get("seed") is not None:
             return None
@@ -388,7 +384,6 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
 
 
 def _is_own(runnable: Any) -> bool:
-    """Whether this is a model of this package, with or without bound options."""
     while isinstance(runnable, RunnableBindingBase):
         runnable = runnable.bound
     return isinstance(runnable, ChatBlockAttention)

@@ -87,7 +87,6 @@ class BlockDocumentPrompt(StringPromptTemplate):
 
 
 def as_block_prompt(document_prompt: BasePromptTemplate[str] | None) -> BlockDocumentPrompt:
-    """Convert a document prompt, or None for the default, to a ``BlockDocumentPrompt``."""
     if isinstance(document_prompt, BlockDocumentPrompt):
         return document_prompt
     if document_prompt is None:

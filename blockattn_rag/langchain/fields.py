@@ -7,8 +7,6 @@ also a field.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections import UserDict
-from functools import cached_property
 from importlib.util import find_spec
 from typing import Any, ClassVar
 
@@ -155,38 +153,24 @@ class GenerationFields(SourceFields):
         return {name: value for name, value in options.items() if name not in _NOT_FOR_ENGINES}
 
 
-class SourceProfile(UserDict[str, Any]):
-    """Model profile that is read on first use.
-
-    It is lazy because LangChain sets the profile before the model is loaded, and because no request
-    must be sent to a server before the first call.
-    """
-
-    def __init__(self, source: EngineSource) -> None:
-        self._source = source
-
-    @cached_property
-    def data(self) -> ModelProfile:  # type: ignore[override]
-        tokenizer = self._source.tokenizer.tokenizer
-        calls_tools = tool_template(tokenizer) is not None
-        follows_grammars = find_spec("llguidance") is not None
-        return ModelProfile(
-            max_input_tokens=self._source.max_context_tokens,
-            open_weights=True,
-            text_inputs=True,
-            image_inputs=False,
-            audio_inputs=False,
-            video_inputs=False,
-            text_outputs=True,
-            image_outputs=False,
-            audio_outputs=False,
-            video_outputs=False,
-            reasoning_output=marks_thoughts(tokenizer),
-            tool_calling=calls_tools,
-            tool_choice=calls_tools and follows_grammars,
-            tool_call_streaming=calls_tools,
-            structured_output=follows_grammars,
-        )
-
-    def __bool__(self) -> bool:
-        return True  # Otherwise, bool() would call len(), which loads the model.
+def profile_of(source: EngineSource) -> ModelProfile:
+    tokenizer = source.tokenizer.tokenizer
+    calls_tools = tool_template(tokenizer) is not None
+    follows_grammars = find_spec("llguidance") is not None
+    return ModelProfile(
+        max_input_tokens=source.max_context_tokens,
+        open_weights=True,
+        text_inputs=True,
+        image_inputs=False,
+        audio_inputs=False,
+        video_inputs=False,
+        text_outputs=True,
+        image_outputs=False,
+        audio_outputs=False,
+        video_outputs=False,
+        reasoning_output=marks_thoughts(tokenizer),
+        tool_calling=calls_tools,
+        tool_choice=calls_tools and follows_grammars,
+        tool_call_streaming=calls_tools,
+        structured_output=follows_grammars,
+    )

@@ -88,10 +88,8 @@ def _text_of(message: BaseMessage) -> str:
 
 
 def _marked(content: str, artifact: Any) -> str:
-    """Add block markers to the passages in a retrieval tool's result.
-
-    The message's artifact contains the documents (``response_format="content_and_artifact"``).
-    """
+    """Add block markers to the passages in a retrieval tool's result, whose documents are in its
+    artifact."""
     documents = artifact if isinstance(artifact, (list, tuple)) else ()
     marked, position = "", 0
     for document in documents:
@@ -159,11 +157,7 @@ def _ending(step: Step) -> dict[str, Any] | None:
 
 
 def _fields(step: Step, model_name: str | None) -> dict[str, Any]:
-    """Return the fields that complete messages and chunks share.
-
-    In ``usage_metadata``, ``cache_read`` counts tokens read from the store, and ``cache_creation``
-    computed tokens.
-    """
+    """Return the fields that complete messages and chunks share."""
     thoughts = {"reasoning_content": step.thoughts} if step.thoughts else {}
     fields: dict[str, Any] = {"content": step.text, "additional_kwargs": thoughts}
     if step.generation is None:
@@ -216,7 +210,6 @@ def without_markers(value: Any) -> Any:
 
 
 def _cleaned(value: Any) -> Any:
-    """Remove block markers from all strings in a nested value."""
     if isinstance(value, str):
         return strip_markers(value)
     if isinstance(value, dict):

@@ -153,7 +153,6 @@ class BlockKVTransform(SourceComponent, TransformComponent):
         ]
 
     def _check_key(self, nodes: Sequence[BaseNode]) -> None:
-        """Log a warning if no node has the metadata key, because it may be misspelled."""
         if self.metadata_key and nodes and all(self.metadata_key not in n.metadata for n in nodes):
             keys = sorted({key for node in nodes for key in node.metadata})
             logger.warning(
@@ -163,7 +162,6 @@ class BlockKVTransform(SourceComponent, TransformComponent):
             )
 
     def _check_split(self, nodes: Sequence[BaseNode], texts: Sequence[str]) -> None:
-        """Log a warning, once, about a long document that has not been split."""
         pairs = zip(nodes, texts, strict=True)
         sizes = [len(text) for node, text in pairs if isinstance(node, Document)]
         if not self._has_warned and max(sizes, default=0) > _LONG:
@@ -198,7 +196,6 @@ class BlockKVTransform(SourceComponent, TransformComponent):
 
 
 def _shown(node: BaseNode, metadata_key: str | None) -> BaseNode:
-    """Return the node, or a copy whose text is replaced by the value of the metadata key."""
     if metadata_key is None or (text := node.metadata.get(metadata_key)) is None:
         return node
     if not isinstance(text, str):
@@ -253,11 +250,8 @@ class HashingEmbedding(BaseEmbedding):
     def _get_query_embedding(self, query: str) -> Embedding:
         return self._get_text_embedding(query)
 
-    async def _aget_text_embedding(self, text: str) -> Embedding:
-        return await asyncio.to_thread(self._get_text_embedding, text)
-
     async def _aget_query_embedding(self, query: str) -> Embedding:
-        return await asyncio.to_thread(self._get_query_embedding, query)
+        return self._get_query_embedding(query)
 
 
 def add_nodes(vector_store: ChromaVectorStore, nodes: Sequence[BaseNode], client: Any) -> list[str]:

@@ -44,12 +44,12 @@ from blockattn_rag.store import KVStore
 
 
 class BlockAttentionLLM(PromptMaking, StructuredPrediction, CustomLLM, FunctionCallingLLM):
-    """LLM that answers from cached passages with a transformers model, in process or on a server.
+    """LLM that answers from cached passages with a transformers model in this process.
 
     Replacement for ``HuggingFaceLLM`` with the same argument names. Passages between block markers
     (see ``BlockKVPostprocessor``) are looked up in the KV store by the digest of their text, and
     encoded on a cache miss. The rest of the prompt is ordinary text. The constructor loads the
-    model, unless it runs on a server.
+    model.
 
     Args:
         model_name: Path, hub id, or ``"bundled"``.
@@ -169,12 +169,6 @@ class BlockAttentionLLM(PromptMaking, StructuredPrediction, CustomLLM, FunctionC
         names = ("model_name", "mode", "recipe", "context_window", "max_new_tokens")
         return {"class_name": self.class_name(), **{name: getattr(self, name) for name in names}}
 
-    def _engine_options(self, call: dict[str, Any]) -> dict[str, Any]:
-        """Return the engine options of a call. The call's options override the fields."""
-        own = {"mode": self.mode, "max_new_tokens": self.max_new_tokens}
-        options = {**own, **without_tool_options(self.generate_kwargs), **call}
-        return {name: value for name, value in options.items() if name not in PROMPT_OPTIONS}
-
     def _exchange(
         self,
         prompt: PromptLike,
@@ -184,7 +178,11 @@ class BlockAttentionLLM(PromptMaking, StructuredPrediction, CustomLLM, FunctionC
     ) -> Exchange:
         shaping = {name: call[name] for name in PROMPT_OPTIONS if name in call}
         make_prompt = partial(self.to_prompt, prompt, formatted, tools=tools, **shaping)
-        return Exchange(self._source, make_prompt, self._engine_options(call), tools)
+        own = {"mode": self.mode, "max_new_tokens": self.max_new_tokens}
+        options = {**own, **without_tool_options(self.generate_kwargs), **call}
+        for name in PROMPT_OPTIONS:
+            options.pop(name, None)
+        return Exchange(self._source, make_prompt, options, tools)
 
     def _chat_exchange(self, messages: Sequence[ChatMessage], call: dict[str, Any]) -> Exchange:
         tools = tools_of(self, call)
@@ -245,11 +243,9 @@ class BlockAttentionLLM(PromptMaking, StructuredPrediction, CustomLLM, FunctionC
         tool_choice: Any = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        messages = [*(chat_history or ())]
         if isinstance(user_msg, str):
             user_msg = ChatMessage(role=MessageRole.USER, content=user_msg)
-        if user_msg is not None:
-            messages.append(user_msg)
+        messages = [*(chat_history or ()), *([] if user_msg is None else [user_msg])]
         if tool_choice is None and tool_required:
             tool_choice = "required"
         return {
@@ -266,8 +262,7 @@ class BlockAttentionLLM(PromptMaking, StructuredPrediction, CustomLLM, FunctionC
         """Return the tool calls of a response.
 
         Raises:
-            ToolCallError: The response has no tool call or an invalid tool call, and
-                ``error_on_no_tool_call`` is True.
+            ToolCallError: ``error_on_no_tool_call`` is True, and there is no or an invalid call.
         """
         message = response.message
         calls = [block for block in message.blocks if isinstance(block, ToolCallBlock)]

@@ -42,12 +42,7 @@ _FIGURES = frozenset(field.name for field in fields(ReuseStats))
 
 
 def chat_turns(messages: Iterable[ChatMessage]) -> Iterator[ChatTurn]:
-    """Convert messages to turns. The text keeps its block markers.
-
-    Raises:
-        ValueError: A message contains an image or other non-text content, or a tool call whose
-            arguments are not JSON.
-    """
+    """Convert messages to turns. The text keeps its block markers."""
     for message in messages:
         role = _TEMPLATE_ROLES.get(message.role, message.role.value)
         thoughts = (block.content for block in message.blocks if isinstance(block, ThinkingBlock))
@@ -147,7 +142,7 @@ class Responses:
         return ChatResponse(message=message, **fields)
 
     def _take(self, step: Step) -> dict[str, Any]:
-        """Add a step to the answer. Returns the fields that completions and chats share."""
+        """Add a step. Returns the fields that completions and chats share."""
         self._text += step.text
         self._thoughts += step.thoughts
         fields: dict[str, Any] = {}

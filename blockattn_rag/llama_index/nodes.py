@@ -83,7 +83,7 @@ def as_plain_node(node: BaseNode) -> BaseNode:
 
 
 def canonical_text(node: BaseNode) -> str:
-    """Text that a node's handle is computed from: its stripped LLM view. May be empty."""
+    """Text that a node's handle is computed from: its stripped LLM view."""
     view = without_handle_in_views(as_plain_node(node))
     return view.get_content(metadata_mode=MetadataMode.LLM).strip()
 

@@ -43,13 +43,8 @@ class BlockTextSplitter(TokenTextSplitter):
     """Packs marked text into chunks of complete blocks, and splits other text as usual.
 
     Chunks of blocks do not overlap. Text directly before a block, such as a source number, stays
-    with the block. A block that is larger than a chunk is split into blocks that fit.
-
-    Args:
-        chunk_overlap: Number of overlapping tokens between chunks of text without blocks.
-        tokenizer: Function that returns the token ids of a text. With the model's tokenizer, sizes
-            are exact.
-        block_template: Text that the LLM puts around each passage. Its tokens are counted, too.
+    with the block. A block that is larger than a chunk is split into blocks that fit. The tokens of
+    ``block_template`` are counted, too.
     """
 
     _block_template: BlockTemplate = PrivateAttr()
@@ -112,11 +107,7 @@ class BlockTextSplitter(TokenTextSplitter):
                 yield _Piece(part, self._count(part))
 
     def _cut(self, span: MarkedSpan, block: str, chunk_size: int) -> Iterator[_Piece]:
-        """Split a block into blocks that fit.
-
-        If the text was altered after it was marked, each piece keeps the original markers, so that
-        the change can still be detected.
-        """
+        """Split a block into blocks that fit. Altered text keeps its markers, which reveal it."""
         opening, closing = block[: block.index("]]") + 2], block[block.rindex("[[") :]
         room = max(1, chunk_size - self._block_tokens("") - 1)
         cutter = TokenTextSplitter(room, 0, self._tokenizer, separator=self.separator)

@@ -82,41 +82,30 @@ class PromptMaking(SourceComponent, LLM):
 
         Args:
             formatted: Whether the string is already formatted with the chat template.
-            chat_template_kwargs: Variables of the chat template, in addition to those in
-                ``generate_kwargs``.
-            parse_special_tokens: Whether to parse control tokens in a string. Default: the value in
-                ``generate_kwargs``, else False.
+            chat_template_kwargs, parse_special_tokens: Override the values in ``generate_kwargs``.
 
         Raises:
             ValueError: The chat template ignores one of ``chat_template_kwargs``.
         """
         variables = template_variables(self, chat_template_kwargs)
+        own_format: Any = self.completion_to_prompt
         if parse_special_tokens is None:
             parse_special_tokens = self.generate_kwargs.get("parse_special_tokens", False)
-        spans = self._spans(prompt, formatted, tools, variables, parse_special_tokens)
-        return self._source.prompt_of(spans, self.block_template, recognize=self.recognize)
-
-    def _spans(
-        self,
-        prompt: PromptLike,
-        formatted: bool,
-        tools: ToolUse | None,
-        variables: dict[str, Any],
-        parse_special_tokens: bool,
-    ) -> Iterable[Span]:
-        to_prompt: Any = self.completion_to_prompt
+        spans: Iterable[Span]
         if not isinstance(prompt, str):
-            return self._chat_spans(prompt, tools, variables)
-        if not formatted and to_prompt not in (None, default_completion_to_prompt):
+            spans = self._chat_spans(prompt, tools, variables)
+        elif formatted:
+            spans = self._source.string_spans(prompt, parse_special_tokens=parse_special_tokens)
+        elif own_format not in (None, default_completion_to_prompt):
             turn = {"role": "user", "content": prompt}
-            return trace(lambda turns: to_prompt(turns[0]["content"]), [turn])
-        if not formatted and self._takes_chat:
+            spans = trace(lambda turns: own_format(turns[0]["content"]), [turn])
+        elif self._takes_chat:
             message = ChatMessage(role=MessageRole.USER, content=prompt)
-            return self._chat_spans(self._extend_messages([message]), None, variables)
-        return self._source.string_spans(
-            prompt if formatted else self._extend_prompt(prompt),
-            parse_special_tokens=parse_special_tokens,
-        )
+            spans = self._chat_spans(self._extend_messages([message]), None, variables)
+        else:
+            text = self._extend_prompt(prompt)
+            spans = self._source.string_spans(text, parse_special_tokens=parse_special_tokens)
+        return self._source.prompt_of(spans, self.block_template, recognize=self.recognize)
 
     @property
     def _takes_chat(self) -> bool:
@@ -126,13 +115,12 @@ class PromptMaking(SourceComponent, LLM):
 
     @property
     def _own_template(self) -> Any:
-        """Return the user's ``messages_to_prompt``, which replaces the chat template, or None."""
+        """The user's ``messages_to_prompt``, which replaces the chat template, or None."""
         own: Any = self.messages_to_prompt
         return None if own is generic_messages_to_prompt else own
 
     @property
     def _takes_tools(self) -> bool:
-        """Whether the model supports tools, according to the field or, by default, the template."""
         if self.is_function_calling_model is not None:
             return self.is_function_calling_model
         if self._own_template or not self._takes_chat:

@@ -63,8 +63,7 @@ def encode_prompt_head(
 
     Args:
         llm: LLM that generates the answers.
-        prompt: Template with ``context_str`` and ``query_str``. Default: LlamaIndex's
-            question-answering template.
+        prompt: Template with ``context_str`` and ``query_str``.
     """
     query = "\u241equery\u241e"
     head = llm.filled(prompt, context_str=wrap("passage"), query_str=query).context[:1]
@@ -75,12 +74,9 @@ def encode_prompt_head(
 def block_response_synthesizer(
     llm: LLM, response_mode: ResponseMode | str = ResponseMode.COMPACT, **kwargs: Any
 ) -> BaseSynthesizer:
-    """Create a response synthesizer that keeps blocks complete (``get_response_synthesizer``).
+    """Create a response synthesizer that keeps blocks complete.
 
-    Args:
-        llm: LLM that generates the answers.
-        response_mode: Mode of the synthesizer.
-        kwargs: Additional arguments of ``get_response_synthesizer``.
+    The arguments are those of LlamaIndex's ``get_response_synthesizer``.
     """
     mode = ResponseMode(response_mode)
     if mode in (ResponseMode.CONTEXT_ONLY, ResponseMode.NO_TEXT):

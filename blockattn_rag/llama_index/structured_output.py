@@ -30,11 +30,9 @@ _JSON: TypeAdapter[Any] = TypeAdapter(Any)
 class StructuredPrediction(LLM):
     """LLM methods that return objects, used by ``output_cls`` and ``as_structured_llm``.
 
-    The schema is appended to the last message, and a grammar enforces it.
-
-    Raises:
-        IncompleteAnswerError: Raised by calls if the answer was cut off.
-        GrammarError: Raised by calls if the schema cannot be compiled.
+    The schema is appended to the last message, and a grammar enforces it. Calls raise
+    ``IncompleteAnswerError`` if the answer was cut off, and ``GrammarError`` if the schema does not
+    compile.
     """
 
     @dispatcher.span
