@@ -1,6 +1,6 @@
 """Handles in vector-store metadata. Ingestion writes them, and ``gc`` reads them.
 
-Handles may be stale, because some vector stores keep old metadata when they replace a text
+They may be stale, because some vector stores keep old metadata when they replace a text
 (Chroma's ``upsert`` merges metadata). A passage may therefore also have a digest of its text and
 metadata (``DIGEST_KEY``). If the digest does not match, the handle belongs to an earlier text.
 """
@@ -31,16 +31,12 @@ def digest_of(inputs: Mapping[str, Any]) -> str:
 
 
 def live_handles(places: Iterable[Any]) -> set[str]:
-    """Collect the handles of all passages in a vector store, for ``gc``, which keeps these
-    passages.
+    """Collect the handles of all passages in a vector store, which ``gc`` keeps.
 
     Stale handles, whose digest does not match the passage's text and metadata, are excluded.
 
     Args:
         places: Chroma collections, LangChain documents, LlamaIndex nodes, or metadata mappings.
-
-    Raises:
-        TypeError: An item has another type.
 
     Example::
 

@@ -36,12 +36,8 @@ class EngineSource:
     Copies of a component share the source, and therefore the weights.
 
     Args:
-        engine: An existing engine. Excludes all other arguments.
         model_name: Name or path of a model, or a loaded transformers model.
-        tokenizer_name: A transformers tokenizer, or its name or path. Default: the model's
-            tokenizer.
-        kv_store: A store, or a location for ``store.open_store``, such as a directory or
-            ``"s3://bucket/kv"``. Default: in memory.
+        tokenizer_name: A transformers tokenizer, or its name or path.
         model_kwargs: Additional arguments for loading the model, including ``tokenizer``.
     """
 
@@ -241,10 +237,6 @@ class EngineSource:
     @property
     def tokenizer(self) -> BlockTokenizer:
         return self.engine.model.tokenizer
-
-    @property
-    def max_context_tokens(self) -> int:
-        return self.engine.model.max_context_tokens
 
 
 def _as_text(value: Any) -> Any:

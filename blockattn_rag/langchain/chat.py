@@ -57,14 +57,9 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
     For the arguments, see ``SourceFields`` (model, store) and ``GenerationFields`` (answers). Calls
     accept ``stop``, ``max_tokens``, ``temperature``, ``top_p``, ``top_k``, ``seed``, ``mode``,
     ``recipe`` (for comparisons), ``chat_template_kwargs`` and the arguments of transformers'
-    ``generate``. Other arguments raise an error. For tools, see ``bind_tools``.
-
-    ``chat_template_kwargs``, in a call or in ``generate_kwargs``, are variables of the chat
-    template, such as ``enable_thinking``. The template inserts their values into the prompt as
-    trusted text, so never take them from users.
-
-    If the chat template marks reasoning with ``<think>``, it is returned in
-    ``additional_kwargs["reasoning_content"]`` and as a ``reasoning`` block of ``content_blocks``.
+    ``generate``. Other arguments raise an error. The values of ``chat_template_kwargs`` are trusted
+    text in the prompt, so never take them from users. For tools, see ``bind_tools``; for template
+    variables and reasoning, ``docs/guides/settings.md``.
 
     ``usage_metadata["input_token_details"]`` counts the prompt tokens that were read from the store
     (``cache_read``) or computed (``cache_creation``). ``response_metadata["block_attention"]``
@@ -139,19 +134,16 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
 
         Args:
             tools: Functions, pydantic classes, OpenAI tool definitions, or LangChain tools.
-            tool_choice: ``"auto"``: the model may call tools. ``"any"``, ``"required"`` or True:
-                the model must call a tool. A tool's name: the model must call this tool.
-                ``"none"``: the model must not call tools. A grammar enforces required calls, which
-                needs the extra ``structured``. Default: ``"auto"``.
+            tool_choice: ``"auto"`` (default): the model may call tools. ``"any"``, ``"required"``
+                or True: it must call a tool. A tool's name: it must call this tool. ``"none"``: it
+                must not call tools. A grammar enforces required calls (extra ``structured``).
             parallel_tool_calls: If False, an answer has at most one call.
             strict: Value of ``strict`` in the tool definitions.
             kwargs: Additional call options. With ``tool_calls="constrained"``, a grammar constrains
-                the answer to either text or valid calls from the first token on. This needs the
-                extra ``structured``.
+                the answer to either text or valid calls.
 
         Raises:
-            ValueError: The chat template does not support tools and no call is required, or
-                ``tool_choice`` or ``tool_calls`` is invalid.
+            ValueError: The chat template does not support tools, or an option is invalid.
         """
         options = {
             "tools": [convert_to_openai_tool(tool, strict=strict) for tool in tools],
@@ -183,16 +175,13 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
                 OpenAI tool, for which dicts are returned.
             method: ``"json_schema"``: the answer is the object. ``"json_mode"``: the same, but the
                 schema is optional. ``"function_calling"``: the model must call a tool whose
-                arguments are the object; same as ``"json_schema"`` if the chat template does not
-                support tools.
-            include_raw: Whether to return ``{"raw": message, "parsed": object, "parsing_error":
-                error}``.
-            strict: Value of ``strict`` in requests to a server. Answers always match the schema.
+                arguments are the object, if the chat template supports tools.
+            include_raw: Whether to return a dict with ``raw``, ``parsed`` and ``parsing_error``.
+            strict: Has no effect, because answers always match the schema.
 
         Raises:
             IncompleteAnswerError: Raised by calls if the answer was cut off.
             GrammarError: Raised by calls if the schema cannot be compiled.
-            TypeError: An argument is unknown.
         """
         check_known(type(self), kwargs, ["schema", "method", "include_raw", "strict"])
         return structured_chat(
@@ -318,11 +307,10 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
         return_exceptions: bool = False,
         **kwargs: Any,
     ) -> list[AIMessage]:
-        """Answer several inputs. Concurrent inputs share the model's forward passes.
+        """Answer several inputs, which share the model's forward passes.
 
-        Each input has a separate config, callbacks, cache lookup and error. ``max_concurrency`` in
-        the config limits the batch size (default: 16). Inputs with a ``seed`` are answered one by
-        one, so that the answers are identical to those of single calls.
+        ``max_concurrency`` in the config limits the batch size (default: 16). Inputs with a
+        ``seed`` are answered one by one, so that their answers are those of single calls.
         """
         at_once = _at_once(inputs, config)
         batch = super().batch

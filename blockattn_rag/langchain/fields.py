@@ -1,7 +1,6 @@
 """Pydantic fields of components with an engine, and of language models.
 
-LangChain copies, configures and pickles components through their fields, so the engine source is
-also a field.
+LangChain copies and pickles components through their fields, so the source is also a field.
 """
 
 from __future__ import annotations
@@ -46,11 +45,6 @@ class SourceFields(BaseModel):
         model_kwargs: Arguments for loading the model, such as ``dtype``, ``device`` or
             ``tokenizer`` (an object, name or path).
         block_template: Text around each passage. Ingestion and answers must use the same template.
-            The LlamaIndex adapter has the same default, so both adapters can share stored passages.
-
-    Raises:
-        ValueError: No model was passed, or several were.
-        TypeError: An argument is unknown.
     """
 
     model_config = ConfigDict(
@@ -92,8 +86,7 @@ class SourceFields(BaseModel):
 class GenerationFields(SourceFields):
     """Fields of an in-process language model: the default options of all calls.
 
-    Options of a call override them. LangChain's standard arguments ``timeout`` and ``max_retries``
-    are accepted, but have no effect in this process.
+    LangChain's standard arguments ``timeout`` and ``max_retries`` have no effect in this process.
 
     Args:
         max_tokens (or max_new_tokens): Maximum number of tokens in an answer.
@@ -158,7 +151,7 @@ def profile_of(source: EngineSource) -> ModelProfile:
     calls_tools = tool_template(tokenizer) is not None
     follows_grammars = find_spec("llguidance") is not None
     return ModelProfile(
-        max_input_tokens=source.max_context_tokens,
+        max_input_tokens=source.engine.model.max_context_tokens,
         open_weights=True,
         text_inputs=True,
         image_inputs=False,

@@ -22,22 +22,19 @@ class BlockKVTransformer(SourceFields, BaseDocumentTransformer):
     """Ingestion step that encodes documents as blocks, stores their KV, and adds their handles.
 
     Put it after the splitter and before the vector store. Blocks that are already stored are
-    skipped. Each batch is stored as soon as it is encoded, so an interrupted run continues where it
-    stopped. Returned documents are copies with ``metadata["kv_handle"]`` and
-    ``metadata["kv_source"]`` if they have text.
+    skipped, also those of an interrupted run. Returned documents are copies with
+    ``metadata["kv_handle"]`` and ``metadata["kv_source"]`` if they have text.
 
     Args:
         model, engine, kv_store, block_template, recipe, ...: See ``SourceFields``.
-        llm: Chat model, with or without bound options, whose model, store, template and recipe to
-            use. Replaces the above.
+        llm: Chat model whose model and settings to use. Replaces the above.
         server: Address of a server that encodes the documents into its own store, such as
             ``"http://gpu:8000"``, or a list of servers that share a store. Replaces the above.
         journal: Folder that records which server stored which passage; recorded passages are
             skipped (see ``ServerPool``). Only with ``server``.
-        api_key: API key of the server. It is not a field, so it is neither printed nor pickled.
-            Default: the environment variable ``BLOCKATTN_RAG_API_KEY``.
+        api_key: API key of the server. Neither printed nor pickled. Default: the environment
+            variable ``BLOCKATTN_RAG_API_KEY``.
         document_prompt: Prompt that formats one document. The chain must use the same prompt.
-            Default: the document's ``page_content``.
         show_progress: Whether to show a progress bar.
 
     Example::
@@ -86,9 +83,6 @@ class HashingEmbeddings(Embeddings):
 
     Deterministic, and needs no download, but matches only passages that share words with the
     question. Use a real embedding model in production.
-
-    Args:
-        dimensions: Length of the vectors.
     """
 
     def __init__(self, dimensions: int = 2048) -> None:

@@ -182,16 +182,11 @@ def _fields(step: Step, model_name: str | None) -> dict[str, Any]:
 
 
 def without_markers(value: Any) -> Any:
-    """Remove all block markers from a prompt or messages.
-
-    For other models, user interfaces and logs: ``RunnableLambda(without_markers) | other_model``.
+    """Remove all block markers from a prompt or messages, for other models, interfaces and logs.
 
     Args:
         value: String, prompt value, message, or list of messages in any format that chat models
             accept.
-
-    Raises:
-        TypeError: The value has another type.
     """
     if isinstance(value, str):
         return strip_markers(value)

@@ -44,26 +44,23 @@ _LONG = 8000
 class BlockKVTransform(SourceComponent, TransformComponent):
     """Ingestion step that encodes nodes as blocks, stores their KV, and adds their handles.
 
-    Put it after all steps that change text or metadata, before or after the embedding model. A
-    node's block is its content in ``MetadataMode.LLM``. Blocks that are already stored are skipped.
-    Each batch is stored as soon as it is encoded, so an interrupted run continues where it stopped.
-    Returned nodes are copies with ``metadata["kv_handle"]``, which is excluded from the text for
-    the LLM and the embedding model. Nodes without text are returned unchanged.
+    Put it after all steps that change text or metadata. A node's block is its content in
+    ``MetadataMode.LLM``. Blocks that are already stored are skipped, also those of an interrupted
+    run. Returned nodes are copies with ``metadata["kv_handle"]``, which is excluded from the text
+    for the LLM and the embedding model. Nodes without text are returned unchanged.
 
     With a pipeline cache, the first ingestion reads the model's weights to compute a fingerprint,
     so that cached results of other models, stores or templates are not used.
 
     Args:
-        model_name, tokenizer_name, engine, kv_store, recipe: See ``BlockAttentionLLM``.
-        model_kwargs, device_map: See ``BlockAttentionLLM``.
+        model_name, engine, kv_store, ...: See ``BlockAttentionLLM``.
         server: Address of a server that encodes the nodes into its own store, such as
             ``"http://gpu:8000"``, or a list of servers that share a store. Replaces the above.
         journal: Folder that records which server stored which passage; recorded passages are
             skipped (see ``ServerPool``). Only with ``server``.
         api_key: API key of the server. Default: the environment variable ``BLOCKATTN_RAG_API_KEY``,
             which other processes also use.
-        llm: LLM whose model, store, template and recipe, or whose server, to use. Replaces the
-            above.
+        llm: LLM whose model and settings, or whose server, to use. Replaces the above.
         block_template: Text around each passage. The LLM must use the same template.
         show_progress: Whether to show a progress bar.
         hide_file_paths: Whether to exclude ``file_path`` of ``SimpleDirectoryReader`` from blocks.
@@ -128,10 +125,6 @@ class BlockKVTransform(SourceComponent, TransformComponent):
         )
         self._source = source
 
-    @classmethod
-    def class_name(cls) -> str:
-        return "BlockKVTransform"
-
     @property
     def stats(self) -> EncodeStats | None:
         """Statistics of the last call, or None before the first call."""
@@ -163,14 +156,14 @@ class BlockKVTransform(SourceComponent, TransformComponent):
 
     def _check_split(self, nodes: Sequence[BaseNode], texts: Sequence[str]) -> None:
         pairs = zip(nodes, texts, strict=True)
-        sizes = [len(text) for node, text in pairs if isinstance(node, Document)]
-        if not self._has_warned and max(sizes, default=0) > _LONG:
+        longest = max((len(text) for node, text in pairs if isinstance(node, Document)), default=0)
+        if not self._has_warned and longest > _LONG:
             self._has_warned = True
             logger.warning(
                 "Found an unsplit document of %d characters. It becomes a single passage, which "
                 "is slow to retrieve and may not fit in the context window. Add a splitter: "
                 "transformations=[SentenceSplitter(), BlockKVTransform(llm=llm)]",
-                max(sizes),
+                longest,
             )
 
     async def acall(self, nodes: Sequence[BaseNode], **kwargs: Any) -> list[BaseNode]:
@@ -264,9 +257,6 @@ def add_nodes(vector_store: ChromaVectorStore, nodes: Sequence[BaseNode], client
         vector_store: Vector store with a collection of ``client``.
         nodes: Nodes with embeddings.
         client: Embedded or HTTP client of Chroma.
-
-    Returns:
-        Ids of the nodes.
     """
     size = client.get_max_batch_size()
     batches = (list(nodes[at : at + size]) for at in range(0, len(nodes), size))

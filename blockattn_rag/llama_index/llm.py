@@ -69,34 +69,23 @@ class BlockAttentionLLM(PromptMaking, StructuredPrediction, CustomLLM, FunctionC
         generate_kwargs: Default options of all calls, such as ``temperature`` or ``stop``.
         model_kwargs: Arguments for loading the model, such as ``dtype``.
         device_map: A torch device, or ``"auto"``.
-        llm_fields: LlamaIndex's own fields: ``system_prompt``, ``callback_manager``,
-            ``messages_to_prompt`` (default: the tokenizer's chat template),
-            ``completion_to_prompt`` (for unformatted completions; default for chat models: a single
-            user message), ``is_chat_model`` (default: whether there is a chat template) and
-            ``is_function_calling_model`` (default: whether the template supports tools). If
-            ``is_function_calling_model`` is True but the template does not support tools, required
-            calls (for example of Pydantic selectors) use a grammar, and optional calls raise an
-            error. Also ``tokenizer_name``, the tokenizer's name or path (default: the model's
-            tokenizer).
+        llm_fields: LlamaIndex's own fields, such as ``system_prompt`` and ``callback_manager``,
+            and ``tokenizer_name``. Default of ``messages_to_prompt``: the chat template. Default of
+            ``completion_to_prompt`` for chat models: a single user message. Defaults of
+            ``is_chat_model`` and ``is_function_calling_model``: whether there is a chat template,
+            and whether it supports tools. Without tool support, required calls use a grammar.
 
     Calls, and ``generate_kwargs`` for all calls, accept ``max_new_tokens``, ``temperature``,
     ``top_p``, ``top_k``, ``stop``, ``seed``, ``mode``, ``recipe`` (for comparisons), the arguments
     of transformers' ``generate``, and two prompt options. Other options raise an error.
 
-    - ``chat_template_kwargs``: Variables of the chat template, such as ``enable_thinking``. The
-      template inserts their values into the prompt as trusted text, so never take them from users.
-    - ``parse_special_tokens=True``: Parses control tokens in prompt strings, outside of passages.
-      Use it for prompt templates that contain control tokens. Control tokens in a user's question
-      are then parsed, too.
+    - ``chat_template_kwargs``: Variables of the chat template, such as ``enable_thinking``. Their
+      values are trusted text in the prompt, so never take them from users.
+    - ``parse_special_tokens=True``: Parses control tokens in prompt strings, outside of passages:
+      those of the prompt template, but also those in a user's question.
 
-    ``raw["usage"]`` of a response contains token counts and reuse statistics. If the chat template
-    marks reasoning with ``<think>``, it is returned as a ``ThinkingBlock`` of the message, or in
-    ``additional_kwargs["thinking"]`` of a completion (``"thinking_delta"`` in a stream).
-
-    If the chat template supports tools, the LLM supports function calling. ``tool_choice`` and
-    ``tool_required=True`` enforce valid calls with a grammar, which requires the extra
-    ``structured``. With ``tool_calls="constrained"``, in a call or in ``generate_kwargs``, a
-    grammar constrains the answer to either text or valid calls (docs/guides/agents.md).
+    ``raw["usage"]`` of a response contains token counts and reuse statistics. For reasoning, see
+    ``docs/guides/settings.md``, and for tools ``docs/guides/agents.md``.
 
     Raises:
         ContextOverflowError: Raised by calls if the prompt does not fit in the context window. Call
@@ -150,14 +139,10 @@ class BlockAttentionLLM(PromptMaking, StructuredPrediction, CustomLLM, FunctionC
         self._source = source
         source.load()
 
-    @classmethod
-    def class_name(cls) -> str:
-        return "BlockAttentionLLM"
-
     @property
     def metadata(self) -> LLMMetadata:
         return LLMMetadata(
-            context_window=self.context_window or self._source.max_context_tokens,
+            context_window=self.context_window or self.engine.model.max_context_tokens,
             num_output=self.max_new_tokens,
             is_chat_model=self._takes_chat,
             is_function_calling_model=self._takes_tools,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from llama_index.core.base.llms.types import LLMMetadata
 from llama_index.core.bridge.pydantic import Field, PrivateAttr
@@ -32,13 +32,6 @@ class BlockLLM(Protocol):
     def prompt_tokens(self, prompt: BasePromptTemplate, **variables: str) -> int: ...
 
 
-class _Piece(NamedTuple):
-    """Indivisible text, and its number of tokens in the prompt, excluding block markers."""
-
-    text: str
-    tokens: int
-
-
 class BlockTextSplitter(TokenTextSplitter):
     """Packs marked text into chunks of complete blocks, and splits other text as usual.
 
@@ -60,26 +53,23 @@ class BlockTextSplitter(TokenTextSplitter):
         super().__init__(chunk_size, chunk_overlap, tokenizer, separator=separator)
         self._block_template = block_template
 
-    @classmethod
-    def class_name(cls) -> str:
-        return "BlockTextSplitter"
-
     def _split_text(self, text: str, chunk_size: int) -> list[str]:
         if not (passages := parse(text).passages):
             return super()._split_text(remove_orphans(text), chunk_size)
         chunks: list[str] = []
         current, size = "", 0
-        for piece in self._pieces(text, passages, chunk_size):
-            if current.strip() and size + piece.tokens > chunk_size:
+        for piece, tokens in self._pieces(text, passages, chunk_size):
+            if current.strip() and size + tokens > chunk_size:
                 chunks.append(current.strip())
                 current, size = "", 0
-            current += piece.text
-            size += piece.tokens
+            current += piece
+            size += tokens
         return [*chunks, current.strip()] if current.strip() else chunks
 
     def _pieces(
         self, text: str, passages: Sequence[MarkedSpan], chunk_size: int
-    ) -> Iterator[_Piece]:
+    ) -> Iterator[tuple[str, int]]:
+        """Yield indivisible texts, and their numbers of tokens without block markers."""
         position = 0
         for span in passages:
             # Only the last paragraph before a block has to stay with it.
@@ -90,23 +80,23 @@ class BlockTextSplitter(TokenTextSplitter):
             tokens = self._block_tokens(span.text)
             with_label = tokens + self._count(label)
             if with_label <= chunk_size:
-                yield _Piece(label + block, with_label)
+                yield label + block, with_label
                 continue
             yield from self._plain(label, chunk_size)
             if tokens <= chunk_size:
-                yield _Piece(block, tokens)
+                yield block, tokens
             else:
                 yield from self._cut(span, block, chunk_size)
         yield from self._plain(text[position:], chunk_size)
 
-    def _plain(self, text: str, chunk_size: int) -> Iterator[_Piece]:
+    def _plain(self, text: str, chunk_size: int) -> Iterator[tuple[str, int]]:
         if text.isspace():
-            yield _Piece(text, 0)  # The block template replaces this white space.
+            yield text, 0  # The block template replaces this white space.
         elif text := remove_orphans(text):
             for part in self._split(text, chunk_size):
-                yield _Piece(part, self._count(part))
+                yield part, self._count(part)
 
-    def _cut(self, span: MarkedSpan, block: str, chunk_size: int) -> Iterator[_Piece]:
+    def _cut(self, span: MarkedSpan, block: str, chunk_size: int) -> Iterator[tuple[str, int]]:
         """Split a block into blocks that fit. Altered text keeps its markers, which reveal it."""
         opening, closing = block[: block.index("]]") + 2], block[block.rindex("[[") :]
         room = max(1, chunk_size - self._block_tokens("") - 1)
@@ -114,7 +104,7 @@ class BlockTextSplitter(TokenTextSplitter):
         for part in cutter.split_text(span.text):
             if part := part.strip():
                 marked = wrap(part) if span.intact else opening + part + closing
-                yield _Piece(marked, self._block_tokens(part))
+                yield marked, self._block_tokens(part)
 
     def _block_tokens(self, text: str) -> int:
         return self._count(self._block_template.before + text + self._block_template.after)
@@ -134,8 +124,7 @@ class BlockPromptHelper(PromptHelper):
     """``PromptHelper`` that keeps blocks complete in every response mode.
 
     Each call uses the context window and answer length of its LLM, so one helper in ``Settings``
-    works for several LLMs. For a ``BlockLLM``, the helper counts tokens with the model's tokenizer
-    and reserves space for the chat template.
+    works for several LLMs.
     """
 
     block_template: BlockTemplate = Field(
@@ -154,11 +143,7 @@ class BlockPromptHelper(PromptHelper):
 
     @classmethod
     def from_llm(cls, llm: Any, **kwargs: Any) -> BlockPromptHelper:
-        """Create a helper with the context window, tokenizer and template of an LLM.
-
-        Raises:
-            TypeError: The LLM is neither a ``BlockAttentionLLM`` nor from ``served_llm``.
-        """
+        """Create a helper with the context window, tokenizer and template of an LLM."""
         if not isinstance(llm, BlockLLM):
             raise TypeError(
                 "Expected a BlockAttentionLLM, or the LLM of served_llm(url); found "

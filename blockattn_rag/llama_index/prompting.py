@@ -160,11 +160,8 @@ class PromptMaking(SourceComponent, LLM):
 
 
 def with_whole_passages(prompt_args: dict[str, Any]) -> dict[str, Any]:
-    """Restore the markers of cut passages in the variables of a prompt template.
-
-    LlamaIndex's prompt helper cuts long passages. The boundaries of the pieces are known only
-    before the template is filled.
-    """
+    """Restore the markers of passages that LlamaIndex's prompt helper cut. After a template is
+    filled, the boundaries of the pieces are unknown."""
     return {
         name: close_cut_passages(value) if isinstance(value, str) and name != "query_str" else value
         for name, value in prompt_args.items()

@@ -57,13 +57,8 @@ def encode_prompt_head(
 ) -> None:
     """Encode and store the text before the passages in a prompt template.
 
-    Answering a question stores only passages. Without this function, the first question in each
-    process prefills the text before the passages. If the template puts the question first, nothing
-    is stored.
-
-    Args:
-        llm: LLM that generates the answers.
-        prompt: Template with ``context_str`` and ``query_str``.
+    Answering a question stores only passages, so without this function, the first question in each
+    process prefills that text. If the template puts the question first, nothing is stored.
     """
     query = "\u241equery\u241e"
     head = llm.filled(prompt, context_str=wrap("passage"), query_str=query).context[:1]
@@ -121,8 +116,7 @@ def block_query_engine(
         node_postprocessors: Additional postprocessors, which run before ``BlockKVPostprocessor``.
         response_mode: Mode of the synthesizer.
         streaming: Whether to stream answers.
-        kwargs: Additional arguments of ``as_query_engine``, such as ``similarity_top_k`` for the
-            retriever or ``output_cls`` for the synthesizer.
+        kwargs: Additional arguments of ``as_query_engine``, such as ``similarity_top_k``.
     """
     # LlamaIndex does not pass these arguments to an existing synthesizer.
     own = {name: kwargs.pop(name) for name in _SYNTHESIS & kwargs.keys()}

@@ -31,6 +31,10 @@ class SourceComponent(BaseComponent):
         """Source of the model. Components with the same source share it."""
         return self._source
 
+    @classmethod
+    def class_name(cls) -> str:
+        return cls.__name__
+
     def __getstate__(self) -> dict[str, Any]:
         # LlamaIndex would silently drop a source that cannot be pickled.
         self._source.__reduce__()
