@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import string
-from functools import lru_cache
+from collections.abc import Iterable
+from functools import lru_cache, reduce
+from operator import add
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -13,12 +15,15 @@ import pytest
 from chromadb.config import Settings
 from langchain_chroma import Chroma
 from langchain_core.documents import Document
+from langchain_core.messages import AIMessageChunk, BaseMessage
+from langchain_core.tools import tool
 
 from blockattn_rag import BlockAttentionEngine
 from blockattn_rag.langchain import ChatBlockAttention, HashingEmbeddings
 from blockattn_rag.model import BlockModel
 from blockattn_rag.store import MemoryStore
 from tests.engines import tuned_model
+from tests.scripted import Script, ScriptedEngine
 
 NO_TELEMETRY = Settings(anonymized_telemetry=False)
 
@@ -36,6 +41,31 @@ def engine() -> BlockAttentionEngine:
 @pytest.fixture
 def chat(engine: BlockAttentionEngine) -> ChatBlockAttention:
     return ChatBlockAttention(engine=engine, max_tokens=6)
+
+
+def scripted(answer: str | Script, max_tokens: int = 300, **options: Any) -> ChatBlockAttention:
+    script = (lambda _: answer) if isinstance(answer, str) else answer
+    engine = ScriptedEngine(script, model=options.pop("model", None))
+    return ChatBlockAttention(engine=engine, max_tokens=max_tokens, **options)
+
+
+def reuse_of(message: BaseMessage) -> dict[str, Any]:
+    figures: dict[str, Any] = message.response_metadata["block_attention"]
+    return figures
+
+
+def whole(chunks: Iterable[Any]) -> AIMessageChunk:
+    message: AIMessageChunk = reduce(add, chunks)
+    return message
+
+
+@tool
+def look_up(query: str) -> str:
+    """Look something up."""
+    return f"found {query}"
+
+
+LOOKING_UP = '<tool_call>\n{"name": "look_up", "arguments": {"query": "towers"}}\n</tool_call>'
 
 
 def passages(count: int = 3, size: int = 60) -> list[Document]:

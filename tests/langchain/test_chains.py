@@ -1,4 +1,4 @@
-"""The same question through LCEL, the stuff chain, and a retriever tool in an agent loop."""
+"""The same question through LCEL and the stuff chain."""
 
 from __future__ import annotations
 
@@ -6,19 +6,15 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import pytest
-from langchain.agents import create_agent
-from langchain.agents.middleware import AgentMiddleware
 from langchain_chroma import Chroma
 from langchain_classic.chains import create_retrieval_chain
 from langchain_classic.chains.combine_documents import create_stuff_documents_chain
 from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.documents import Document
-from langchain_core.messages import AIMessage, ToolMessage
 from langchain_core.output_parsers import StrOutputParser
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.retrievers import BaseRetriever
 from langchain_core.runnables import RunnablePassthrough
-from langchain_core.tools import create_retriever_tool
 
 from blockattn_rag.langchain import (
     BlockDocumentPrompt,
@@ -49,21 +45,6 @@ class Figures(BaseCallbackHandler):
         self.last = response.generations[0][0].message.response_metadata["block_attention"]
 
 
-class RetrieveFirst(AgentMiddleware[Any, Any]):
-    """Middleware that retrieves passages for every question, for models that call no tools."""
-
-    def __init__(self, tool: str) -> None:
-        super().__init__()
-        self._tool = tool
-
-    def wrap_model_call(self, request: Any, handler: Any) -> Any:
-        last = request.messages[-1]
-        if isinstance(last, ToolMessage):
-            return handler(request.override(tools=[]))
-        call = {"name": self._tool, "args": {"query": last.content}, "id": "1", "type": "tool_call"}
-        return AIMessage("", tool_calls=[call])
-
-
 def by_lcel(chat: ChatBlockAttention, retriever: BaseRetriever, figures: Figures) -> Ask:
     inputs = {"context": retriever | format_blocks, "input": RunnablePassthrough()}
     chain = inputs | PROMPT | chat | StrOutputParser()
@@ -82,21 +63,7 @@ def by_stuff_chain(chat: ChatBlockAttention, retriever: BaseRetriever, figures: 
     return ask
 
 
-def by_agent(chat: ChatBlockAttention, retriever: BaseRetriever, figures: Figures) -> Ask:
-    tool = create_retriever_tool(
-        retriever, "encyclopedia", "Looks things up.", document_prompt=BlockDocumentPrompt()
-    )
-    middleware = [RetrieveFirst(tool.name)]
-    agent: Any = create_agent(chat, [tool], system_prompt=HEAD.strip(), middleware=middleware)
-
-    def ask(question: str) -> Answer:
-        result = agent.invoke({"messages": [("human", question)]}, {"callbacks": [figures]})
-        return Answer(result["messages"][-1].content, figures.last)
-
-    return ask
-
-
-WAYS = [by_lcel, by_stuff_chain, by_agent]
+WAYS = [by_lcel, by_stuff_chain]
 
 
 def filled(vector_store: Chroma, chat: ChatBlockAttention, texts: Sequence[str]) -> Chroma:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -11,14 +9,11 @@ from langchain_core.caches import InMemoryCache
 from langchain_core.messages import AIMessage
 
 from blockattn_rag import BlockAttentionEngine
-from blockattn_rag.adapters.sources import EngineSource
 from blockattn_rag.langchain import ChatBlockAttention, fields
 from blockattn_rag.model import BlockModel
 from blockattn_rag.store import MemoryStore
-from tests.chat_templates import QWEN3
 from tests.engines import tuned_model
-from tests.langchain.conftest import tiny_block_model
-from tests.models import tiny_model
+from tests.langchain.conftest import scripted
 from tests.saying import says, thinking_tokenizer
 
 ANSWER = "<think>\nIt is deep.\n</think>\n\n31 metres."
@@ -61,54 +56,22 @@ def test_the_template_receives_earlier_thoughts(chat: ChatBlockAttention) -> Non
         assert "<think>\nIt is deep.\n</think>\n\n31 metres.<|end|>" in final
 
 
-def test_the_profile_reports_limits_and_modalities(chat: ChatBlockAttention) -> None:
-    profile: Any = chat.profile
-    assert isinstance(profile, Mapping)
-    assert profile["max_input_tokens"] == 4096
-    assert profile.get("reasoning_output") is True
-    assert {**profile}["image_inputs"] is False
-    assert profile["tool_calling"] is False
-    plain: Any = ChatBlockAttention(
-        engine=BlockAttentionEngine(tiny_block_model(), MemoryStore(1 << 28))
-    ).profile
-    assert (plain["max_input_tokens"], plain["reasoning_output"]) == (8192, False)
-    assert ChatBlockAttention(engine=chat.engine, profile={"max_input_tokens": 5}).profile == {
-        "max_input_tokens": 5
-    }
-
-
-def test_the_profile_reports_tool_support() -> None:
-    tokenizer = thinking_tokenizer()
-    tokenizer.chat_template = QWEN3
-    hf_model = tiny_model("llama")
-    chat = ChatBlockAttention(model=hf_model, model_kwargs={"tokenizer": tokenizer})
-    profile: Any = chat.profile
-    assert (profile["tool_calling"], profile["tool_call_streaming"]) == (True, True)
-    assert (profile["tool_choice"], profile["structured_output"]) == (True, True)
-
-
-def test_the_profile_reports_structured_output(
-    chat: ChatBlockAttention, monkeypatch: pytest.MonkeyPatch
+def test_the_profile_reports_limits_and_modalities(
+    chat: ChatBlockAttention, engine: BlockAttentionEngine
 ) -> None:
-    told: Any = chat.profile
-    assert (told["tool_choice"], told["structured_output"]) == (False, True)
-    monkeypatch.setattr(fields, "find_spec", lambda _: None)
-    without: Any = ChatBlockAttention(engine=chat.engine).profile
-    assert (without["tool_choice"], without["structured_output"]) == (False, False)
+    profile: Any = chat.profile
+    assert (profile["max_input_tokens"], profile["image_inputs"]) == (4096, False)
+    assert (profile["reasoning_output"], profile["tool_calling"]) == (True, False)
+    plain: Any = ChatBlockAttention(engine=engine).profile
+    assert (plain["max_input_tokens"], plain["reasoning_output"]) == (8192, False)
+    own = ChatBlockAttention(engine=engine, profile={"max_input_tokens": 5})
+    assert own.profile == {"max_input_tokens": 5}
 
 
-def test_the_profile_is_read_on_first_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    read: list[str] = []
-
-    def tokens(self: EngineSource) -> int:
-        read.append("config")
-        return 7
-
-    monkeypatch.setattr(EngineSource, "max_context_tokens", property(tokens))
-    made = ChatBlockAttention(model="bundled")
-    copied = copy.deepcopy(made)
-    assert made.profile
-    assert read == []
-    assert copied.profile is not None
-    assert (copied.profile["max_input_tokens"], read) == (7, ["config"])
-    assert "'max_input_tokens': 7" in repr(made.profile)
+def test_the_profile_reports_tools_and_structured_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("tool_calling", "tool_call_streaming", "tool_choice", "structured_output")
+    profile: Any = scripted("").profile
+    assert [profile[name] for name in names] == [True] * 4
+    monkeypatch.setattr(fields, "find_spec", lambda _: None)  # the extra is not installed
+    profile = scripted("").profile
+    assert [profile[name] for name in names] == [True, True, False, False]

@@ -26,9 +26,9 @@ from blockattn_rag.llama_index import (
     block_response_synthesizer,
 )
 from tests.engines import tuned_model
-from tests.llama_index.retrieving import Fixed
+from tests.llama_index.conftest import Fixed, scripted
 from tests.saying import thinking_model
-from tests.scripted import Script, ScriptedEngine
+from tests.scripted import ScriptedEngine
 
 CHOICES = [ToolMetadata("of towers", "towers"), ToolMetadata("of lakes", "lakes")]
 SELECTED = {"index": 2, "reason": "It is wet."}
@@ -38,11 +38,6 @@ SUB_QUESTIONS = {
         {"sub_question": "How deep?", "tool_name": "lakes"},
     ]
 }
-
-
-def scripted(answer: str | Script) -> BlockAttentionLLM:
-    script = (lambda _: answer) if isinstance(answer, str) else answer
-    return BlockAttentionLLM(engine=ScriptedEngine(script), max_new_tokens=300)
 
 
 def call_of(name: str, arguments: dict[str, Any]) -> str:

@@ -18,10 +18,11 @@ def test_metadata_describes_the_model(saved: str, loads: list[Any]) -> None:
     assert llm.to_prompt([ChatMessage(content="Hi")]).final.startswith("<|begin|>")
     assert len(llm.tokenize("abc")) == 3
     assert len(loads) == 1
-    given: Any = {"is_chat_model": True, "is_function_calling_model": False}
-    own = BlockAttentionLLM(engine=llm.engine, context_window=1000, **given)
-    assert own.metadata.context_window == 1000
-    assert not own.metadata.is_function_calling_model
+    given: Any = {"is_chat_model": False, "is_function_calling_model": False}
+    own = BlockAttentionLLM(engine=llm.engine, context_window=1000, max_new_tokens=9, **given)
+    metadata = own.metadata
+    assert (metadata.context_window, metadata.num_output) == (1000, 9)
+    assert (metadata.is_chat_model, metadata.is_function_calling_model) == (False, False)
     assert own.to_payload()["model_name"] == saved
 
 

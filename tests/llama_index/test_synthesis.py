@@ -9,24 +9,13 @@ import pytest
 from llama_index.core.prompts import PromptTemplate
 
 from blockattn_rag import BlockAttentionEngine
-from blockattn_rag.engine.results import Generation
 from blockattn_rag.llama_index import (
     BlockAttentionLLM,
     block_response_synthesizer,
     encode_prompt_head,
 )
 from blockattn_rag.model import BlockModel
-from tests.llama_index.conftest import encoded, passages
-
-
-def recorded(generate: Any, answers: list[Generation]) -> Any:
-    """Wrap ``generate`` to record its answers."""
-
-    def and_keep(*args: Any, **kwargs: Any) -> Generation:
-        answers.append(generate(*args, **kwargs))
-        return answers[-1]
-
-    return and_keep
+from tests.llama_index.conftest import RecordingEngine, encoded, passages
 
 
 @pytest.mark.parametrize(
@@ -39,24 +28,23 @@ def recorded(generate: Any, answers: list[Generation]) -> Any:
     ids=["chat", "completion", "own-format"],
 )
 def test_a_stored_head_is_reused_by_the_first_question_of_a_process(
-    block_model: BlockModel, tmp_path: Path, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    block_model: BlockModel, tmp_path: Path, fields: dict[str, Any]
 ) -> None:
-    def fresh() -> BlockAttentionLLM:
-        engine = BlockAttentionEngine(block_model, tmp_path / "kv")
-        return BlockAttentionLLM(
+    def fresh() -> tuple[BlockAttentionLLM, RecordingEngine]:
+        engine = RecordingEngine(block_model, tmp_path / "kv")
+        llm = BlockAttentionLLM(
             engine=engine, max_new_tokens=2, system_prompt="Be brief.", **fields
         )
+        return llm, engine
 
-    nodes = encoded(fresh(), passages())
+    nodes = encoded(fresh()[0], passages())
     found = []
     for stores_head in (False, False, True, False):
-        llm = fresh()
+        llm, engine = fresh()
         if stores_head:
             encode_prompt_head(llm)
-        answers: list[Generation] = []
-        monkeypatch.setattr(llm.engine, "generate", recorded(llm.engine.generate, answers))
         block_response_synthesizer(llm).synthesize("What?", nodes)
-        found += [(answer.stats.hits, answer.stats.misses) for answer in answers]
+        found += [(call.answer.stats.hits, call.answer.stats.misses) for call in engine.calls]
     assert found == [(3, 1), (3, 1), (4, 0), (4, 0)]
 
 
