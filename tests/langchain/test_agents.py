@@ -42,6 +42,7 @@ from tests.models import tiny_tokenizer
 from tests.scripted import TOOL_TEMPLATE, prompts_of
 
 QUESTION = "<|user|>\n"
+THREAD: Any = {"configurable": {"thread_id": "1"}}
 
 
 class Numbered(BaseRetriever):
@@ -113,10 +114,9 @@ def test_each_turn_of_an_agent_computes_only_new_tokens(retriever: Numbered) -> 
     BlockKVTransformer(llm=chat).transform_documents(retriever.documents)
     tool = block_retriever_tool(retriever, "look_up", "Looks up.")
     agent = create_agent(chat, [tool], checkpointer=InMemorySaver())
-    config: Any = {"configurable": {"thread_id": "1"}}
     computed, prompts = [], []
     for turn in range(5):
-        last = agent.invoke(asking(f"About {turn % 4} 3"), config)["messages"][-1]
+        last = agent.invoke(asking(f"About {turn % 4} 3"), THREAD)["messages"][-1]
         assert last.content == "Found it."
         computed.append(reuse_of(last)["computed_tokens"])
         prompts.append(last.usage_metadata["input_tokens"])
@@ -174,10 +174,9 @@ def test_later_turns_reuse_passages_looked_up_first(
     BlockKVTransformer(llm=chat).transform_documents(retriever.documents)
     first = RetrieveFirst(retriever, as_tool_call=as_tool_call)
     agent = create_agent(chat, [], middleware=[first], checkpointer=InMemorySaver())
-    config: Any = {"configurable": {"thread_id": "1"}}
     computed = []
     for turn in range(4):
-        last = agent.invoke(asking(f"About {turn % 4} 3"), config)["messages"][-1]
+        last = agent.invoke(asking(f"About {turn % 4} 3"), THREAD)["messages"][-1]
         computed.append(reuse_of(last)["computed_tokens"])
     assert len(set(computed[1:])) == 1  # does not grow with the history
     *_, prompt = prompts_of(chat)
@@ -233,10 +232,9 @@ async def test_a_follow_up_question_is_condensed(retriever: Numbered, is_async: 
     chat = scripted(lambda prompt: "3 please" if "Standalone question" in prompt else "Yes.")
     first = RetrieveFirst(retriever, condense=chat)
     agent = create_agent(chat, [], middleware=[first], checkpointer=InMemorySaver())
-    config: Any = {"configurable": {"thread_id": "1"}}
     for question in ("About 0", "And then?"):
         given = asking(question)
-        await agent.ainvoke(given, config) if is_async else agent.invoke(given, config)
+        await agent.ainvoke(given, THREAD) if is_async else agent.invoke(given, THREAD)
     assert retriever.queries == ["About 0", "3 please"]
     condensing = next(one for one in prompts_of(chat) if "Standalone question" in one)
     assert "Human: About 0\nAssistant: Yes.\n\nFollow-up question: And then?" in condensing

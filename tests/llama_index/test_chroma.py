@@ -91,17 +91,6 @@ def test_nodes_are_added_in_batches_that_chroma_accepts(
     assert store.client.count() == 7
 
 
-def test_live_handles_pages_through_large_collections(client: Any) -> None:
-    collection = client.get_or_create_collection("many")
-    ids = [f"id{i}" for i in range(2050)]
-    metadatas = [{HANDLE_KEY: f"{i:032x}"} if i % 2 else {"other": 1} for i in range(len(ids))]
-    collection.add(ids=ids, embeddings=[[0.0, 1.0]] * len(ids), metadatas=metadatas)
-    other = client.get_or_create_collection("other")
-    other.add(ids=["x"], embeddings=[[0.0, 1.0]], metadatas=[{HANDLE_KEY: "f" * 32}])
-    handles = live_handles([collection, other])
-    assert len(handles) == 1025 + 1
-
-
 @pytest.mark.parametrize("handle", ["stale", "forged", "missing", "foreign", "odd"])
 def test_wrong_handles_never_change_answers(
     handle: str, store: ChromaVectorStore, llm: BlockAttentionLLM, engine: RecordingEngine

@@ -107,23 +107,20 @@ async def test_all_eight_methods_give_the_same_answer(llm: BlockAttentionLLM) ->
     prompt = llm.to_prompt(MARKED, formatted=False)
     expected = llm.engine.generate(prompt, max_new_tokens=12).text
     messages = user(MARKED)
-    assert llm.complete(MARKED).text == expected
-    assert (await llm.acomplete(MARKED)).text == expected
-    assert llm.chat(messages).message.content == expected
-    assert (await llm.achat(messages)).message.content == expected
-    completions = list(llm.stream_complete(MARKED))
-    acompletions = [step async for step in await llm.astream_complete(MARKED)]
-    for steps in (completions, acompletions):
-        assert "".join(step.delta or "" for step in steps) == steps[-1].text == expected
-        assert len(steps) > 2
-    chats = list(llm.stream_chat(messages))
-    achats = [step async for step in await llm.astream_chat(messages)]
-    for chat_steps in (chats, achats):
-        assert "".join(step.delta or "" for step in chat_steps) == expected
-        assert chat_steps[-1].message.content == expected
-        assert chat_steps[-1].message.role == MessageRole.ASSISTANT
-    for last in (completions[-1], acompletions[-1], chats[-1], achats[-1]):
-        assert last.raw["usage"]["completion_tokens"] == 12
+    completions: list[Any] = [llm.complete(MARKED), await llm.acomplete(MARKED)]
+    chats: list[Any] = [llm.chat(messages), await llm.achat(messages)]
+    for answers, streams in (
+        (completions, (llm.stream_complete(MARKED), await llm.astream_complete(MARKED))),
+        (chats, (llm.stream_chat(messages), await llm.astream_chat(messages))),
+    ):
+        for steps in (list(streams[0]), [step async for step in streams[1]]):
+            assert "".join(step.delta or "" for step in steps) == expected
+            assert len(steps) > 2
+            answers.append(steps[-1])
+    assert [answer.text for answer in completions] == [expected] * 4
+    assert [answer.message.content for answer in chats] == [expected] * 4
+    assert {answer.message.role for answer in chats} == {MessageRole.ASSISTANT}
+    assert {a.raw["usage"]["completion_tokens"] for a in completions + chats} == {12}
 
 
 def test_usage_counts_tokens_and_reuse(llm: BlockAttentionLLM, engine: RecordingEngine) -> None:
@@ -171,23 +168,12 @@ async def test_every_answer_dispatches_one_reuse_event(llm: BlockAttentionLLM) -
     assert all(event.ttft_s > 0 and event.class_name() == "BlockReuseEvent" for event in reuse)
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        {"max_new_tokens": 7},
-        {"mode": "full"},
-        {"recipe": "bos"},
-        {"stop": "abc"},
-        {"stop": ["a", "b"]},
-        {"stop": None},
-        {"temperature": 0.5, "seed": 1, "top_k": 5},
-    ],
-)
-def test_call_options_reach_the_engine(
-    llm: BlockAttentionLLM, engine: RecordingEngine, call: dict[str, Any]
-) -> None:
-    llm.complete("Hi", **call)
-    assert call.items() <= engine.calls[0].options.items()
+def test_call_options_reach_the_engine(llm: BlockAttentionLLM, engine: RecordingEngine) -> None:
+    call: dict[str, Any] = {"mode": "full", "recipe": "bos", "max_new_tokens": 7, "top_k": 5}
+    call |= {"temperature": 0.5, "seed": 1}
+    for stop in ("abc", ["a", "b"], None):
+        llm.complete("Hi", **call, stop=stop)
+        assert {**call, "stop": stop}.items() <= engine.calls[-1].options.items()
 
 
 def test_generate_kwargs_are_defaults_for_calls(engine: RecordingEngine) -> None:
