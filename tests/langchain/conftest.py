@@ -6,13 +6,10 @@ import string
 from collections.abc import Iterable
 from functools import lru_cache, reduce
 from operator import add
-from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-import chromadb
 import pytest
-from chromadb.config import Settings
 from langchain_chroma import Chroma
 from langchain_core.documents import Document
 from langchain_core.messages import AIMessageChunk, BaseMessage
@@ -24,8 +21,6 @@ from blockattn_rag.model import BlockModel
 from blockattn_rag.store import MemoryStore
 from tests.engines import tuned_model
 from tests.scripted import Script, ScriptedEngine
-
-NO_TELEMETRY = Settings(anonymized_telemetry=False)
 
 
 @lru_cache(maxsize=1)
@@ -78,15 +73,6 @@ def passages(count: int = 3, size: int = 60) -> list[Document]:
         )
         for n in range(count)
     ]
-
-
-@pytest.fixture(params=["embedded", "server"])
-def chroma_client(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
-    """A Chroma client, embedded and as a server in turn."""
-    if request.param == "embedded":
-        return chromadb.PersistentClient(str(tmp_path / "chroma"), settings=NO_TELEMETRY)
-    port = request.getfixturevalue("chroma_server")
-    return chromadb.HttpClient("127.0.0.1", port, settings=NO_TELEMETRY)
 
 
 @pytest.fixture
