@@ -244,13 +244,10 @@ def _as_text(value: Any) -> Any:
 
 
 class ServerSource:
-    """Servers that encode passages into their store, with the interface of ``EngineSource``.
+    """Servers that share a store and encode passages into it.
 
-    Args:
-        server: Address of a server, or addresses of several servers that share a store.
-        api_key: API key of the servers. Neither included in ``fields`` nor pickled; other processes
-            read it from the environment variable ``BLOCKATTN_RAG_API_KEY``.
-        journal: Folder of a journal (see ``ServerPool``).
+    The API key is neither included in ``fields`` nor pickled; other processes read it from the
+    environment variable ``BLOCKATTN_RAG_API_KEY``. For ``journal``, see ``ServerPool``.
     """
 
     def __init__(

@@ -82,8 +82,7 @@ def block_retriever_tool(
         retriever: Retriever of the passages.
         name: Name of the tool.
         description: Description of the tool, for the model.
-        document_prompt: Prompt that formats a document. ``BlockKVTransformer`` must use the same
-            prompt. Default: the document's ``page_content``.
+        document_prompt: Prompt that formats a document, as in ``BlockKVTransformer``.
     """
     look_up, alook_up = _lookups(retriever, document_prompt)
     return StructuredTool(
@@ -99,10 +98,9 @@ def block_retriever_tool(
 class RetrieveFirst(AgentMiddleware[Any, Any]):
     """Agent middleware that retrieves passages for each question before calling the model.
 
-    Use it for models that cannot call tools, such as small models, and for questions that always
-    need passages: the first model call already produces the answer. The retrieval is added to the
-    agent's messages as a tool call with its result, whose ``artifact`` contains the documents.
-    Later turns reuse the passages.
+    Use it for models that cannot call tools, and for questions that always need passages. The
+    retrieval is added to the agent's messages as a tool call with its result, whose ``artifact``
+    contains the documents. Later turns reuse the passages.
 
     Args:
         retriever: Retriever of the passages.
@@ -111,8 +109,7 @@ class RetrieveFirst(AgentMiddleware[Any, Any]):
             inserted at the start of the user's message, without a call.
         name: Name of the tool in the agent's messages.
         document_prompt: See ``block_retriever_tool``.
-        condense: Chat model that rewrites follow-up questions as standalone questions. Default:
-            questions are looked up unchanged.
+        condense: Chat model that rewrites follow-up questions as standalone questions.
 
     Example::
 

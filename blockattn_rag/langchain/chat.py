@@ -94,10 +94,7 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
         pipeline_kwargs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> ChatBlockAttention:
-        """Create a chat model with the arguments of ``from_model_id`` in langchain-huggingface.
-
-        ``kwargs`` are additional constructor arguments.
-        """
+        """Create a chat model with the arguments of ``from_model_id`` in langchain-huggingface."""
         if task != "text-generation":
             raise ValueError(f"Unsupported task {task!r}: expected 'text-generation'")
         if isinstance(device, int):

@@ -133,10 +133,7 @@ def chat_result(step: Step, model_name: str | None) -> ChatResult:
 
 
 def chat_chunk(step: Step, model_name: str | None, *, is_v1: bool) -> ChatGenerationChunk:
-    """Convert a step of a streamed answer.
-
-    Only the last chunk has usage metadata, because LangChain sums the metadata of all chunks.
-    """
+    """Convert a step of a stream. Only the last has usage metadata, because LangChain sums it."""
     # Send each call in one chunk, because LangChain completes the JSON of partial arguments.
     # Invalid calls must not parse as JSON, or LangChain would treat them as valid.
     calls = [(call, json.dumps(call.arguments, ensure_ascii=False)) for call in step.calls]

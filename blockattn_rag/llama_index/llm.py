@@ -88,9 +88,8 @@ class BlockAttentionLLM(PromptMaking, StructuredPrediction, CustomLLM, FunctionC
     ``docs/guides/settings.md``, and for tools ``docs/guides/agents.md``.
 
     Raises:
-        ContextOverflowError: Raised by calls if the prompt does not fit in the context window. Call
-            ``configure``, so that LlamaIndex packs passages to fit ``context_window``, or retrieve
-            fewer passages.
+        ContextOverflowError: Raised by calls if the prompt does not fit in the context window. With
+            ``configure``, LlamaIndex packs passages to fit.
     """
 
     mode: Mode

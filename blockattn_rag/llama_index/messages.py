@@ -86,8 +86,7 @@ def _text_of(message: ChatMessage) -> str:
 class BlockReuseEvent(BaseEvent):
     """Instrumentation event with an answer's reuse statistics, dispatched when the answer ends.
 
-    The fields of ``stats`` are also attributes of the event (``event.hits``), and top-level fields
-    when it is serialized.
+    The fields of ``stats`` are also fields of the event (``event.hits``).
     """
 
     stats: ReuseStats
@@ -109,11 +108,7 @@ class BlockReuseEvent(BaseEvent):
 
 
 class Responses:
-    """Creates LlamaIndex responses from the steps of an answer.
-
-    Each response contains the complete answer so far. The last step dispatches
-    ``BlockReuseEvent``.
-    """
+    """Creates responses with the answer so far. The last step dispatches ``BlockReuseEvent``."""
 
     def __init__(self, *, streamed: bool = False) -> None:
         self._streamed = streamed

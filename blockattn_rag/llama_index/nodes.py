@@ -103,9 +103,8 @@ def _without_handle_in_views(node: BaseNode) -> BaseNode:
 class BlockKVPostprocessor(BaseNodePostprocessor):
     """Puts block markers around each passage in the LLM's prompt, and orders the passages.
 
-    Put it last in ``node_postprocessors``, because other postprocessors would see the markers.
-    Nodes that were not ingested are marked, too, and encoded for the first answer. Returned nodes
-    are copies.
+    Put it last in ``node_postprocessors``. Nodes that were not ingested are marked, too, and are
+    encoded for the first answer. Returned nodes are copies.
 
     Example::
 

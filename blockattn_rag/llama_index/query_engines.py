@@ -39,13 +39,10 @@ from blockattn_rag.prompts.markers import strip_markers, wrap
 
 
 def configure(llm: LLM) -> None:
-    """Set ``llm`` as LlamaIndex's default LLM, with a matching prompt helper and tokenizer.
+    """Set the LLM as LlamaIndex's default, with a matching prompt helper and tokenizer.
 
     Chat engines take their prompt helper from ``Settings``. Without this call, they cut passages
     that do not fit in the context window.
-
-    Args:
-        llm: A ``BlockAttentionLLM``, or the LLM of ``served_llm``.
     """
     Settings.prompt_helper = BlockPromptHelper.from_llm(llm)
     Settings.llm = llm
