@@ -200,10 +200,7 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
         """Convert messages to blocks with the model's chat template.
 
         Args:
-            messages: Messages of a conversation.
-            tools: See ``bind_tools``.
-            chat_template_kwargs: Variables of the chat template, which override those in
-                ``generate_kwargs``.
+            tools, chat_template_kwargs: As in a call.
 
         Raises:
             ValueError: The chat template does not support the variables or tools, or is missing, or

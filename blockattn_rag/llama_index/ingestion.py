@@ -64,9 +64,8 @@ class BlockKVTransform(SourceComponent, TransformComponent):
         block_template: Text around each passage. The LLM must use the same template.
         show_progress: Whether to show a progress bar.
         hide_file_paths: Whether to exclude ``file_path`` of ``SimpleDirectoryReader`` from blocks.
-        metadata_key: Metadata key whose value replaces the node's text in prompts, such as
-            ``"window"`` of ``SentenceWindowNodeParser`` (see
-            ``MetadataReplacementPostProcessor``). Nodes without the key keep their text.
+        metadata_key: Metadata key whose value replaces the node's text, if present, as in
+            ``MetadataReplacementPostProcessor``, such as ``"window"``.
 
     Example::
 
@@ -248,15 +247,10 @@ class HashingEmbedding(BaseEmbedding):
 
 
 def add_nodes(vector_store: ChromaVectorStore, nodes: Sequence[BaseNode], client: Any) -> list[str]:
-    """Add embedded nodes in batches that Chroma accepts.
+    """Add embedded nodes to a vector store of the Chroma client, in batches that it accepts.
 
     ``ChromaVectorStore.add`` sends up to 41665 nodes at once, which Chroma 1 rejects. Both
     functions skip nodes whose id is already in the collection. To replace them, delete them first.
-
-    Args:
-        vector_store: Vector store with a collection of ``client``.
-        nodes: Nodes with embeddings.
-        client: Embedded or HTTP client of Chroma.
     """
     size = client.get_max_batch_size()
     batches = (list(nodes[at : at + size]) for at in range(0, len(nodes), size))
