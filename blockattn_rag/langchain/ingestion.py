@@ -30,8 +30,7 @@ class BlockKVTransformer(SourceFields, BaseDocumentTransformer):
         llm: Chat model whose model and settings to use. Replaces the above.
         server: Address of a server that encodes the documents into its own store, such as
             ``"http://gpu:8000"``, or a list of servers that share a store. Replaces the above.
-        journal: Folder that records which server stored which passage; recorded passages are
-            skipped (see ``ServerPool``). Only with ``server``.
+        journal: Folder that records which server stored which passage (see ``ServerPool``).
         api_key: API key of the server. Neither printed nor pickled. Default: the environment
             variable ``BLOCKATTN_RAG_API_KEY``.
         document_prompt: Prompt that formats one document. The chain must use the same prompt.

@@ -56,8 +56,7 @@ class BlockKVTransform(SourceComponent, TransformComponent):
         model_name, engine, kv_store, ...: See ``BlockAttentionLLM``.
         server: Address of a server that encodes the nodes into its own store, such as
             ``"http://gpu:8000"``, or a list of servers that share a store. Replaces the above.
-        journal: Folder that records which server stored which passage; recorded passages are
-            skipped (see ``ServerPool``). Only with ``server``.
+        journal: Folder that records which server stored which passage (see ``ServerPool``).
         api_key: API key of the server. Default: the environment variable ``BLOCKATTN_RAG_API_KEY``,
             which other processes also use.
         llm: LLM whose model and settings, or whose server, to use. Replaces the above.

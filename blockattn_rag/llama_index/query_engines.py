@@ -130,10 +130,9 @@ def block_query_engine(
 class BlockCitationQueryEngine(CitationQueryEngine):
     """``CitationQueryEngine`` that reuses passages.
 
-    Each retrieved node is one source and one stored block. It is not split by
-    ``citation_chunk_size``, and its label (``Source 1:``) is outside of the block. The text of a
-    source is the content in ``MetadataMode.LLM``, including metadata; ``metadata_mode`` is ignored.
-    With ``multimodal=True``, the engine behaves like its parent class, and passages are not reused.
+    Each retrieved node is one source and one stored block, with its label (``Source 1:``) outside
+    of the block. ``citation_chunk_size`` and ``metadata_mode`` are ignored: the text of a source is
+    the content in ``MetadataMode.LLM``. With ``multimodal=True``, passages are not reused.
     """
 
     @classmethod

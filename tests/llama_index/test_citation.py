@@ -28,17 +28,11 @@ async def test_each_source_is_one_block_without_its_number(
     prompt = engine.calls[0].prompt
     found = [b.text for b in prompt.context if b.is_passage]
     assert sorted(found) == sorted(canonical_text(n) for n in nodes)
-    assert [b.text.strip() for b in prompt.context if not b.is_passage][1:] == [
-        "Source 2:",
-        "Source 3:",
-    ]
+    labels = ["Source 1:", "Source 2:", "Source 3:"]
+    assert [b.text.strip() for b in prompt.context if not b.is_passage][1:] == labels[1:]
     assert prompt.context[0].text.endswith("Source 1:\n")
     assert engine.calls[0].answer.stats.hits == 3
-    assert [n.node.get_content().partition("\n")[0] for n in response.source_nodes] == [
-        "Source 1:",
-        "Source 2:",
-        "Source 3:",
-    ]
+    assert [n.node.get_content().partition("\n")[0] for n in response.source_nodes] == labels
     assert "kvblock" not in response.source_nodes[0].node.get_content(MetadataMode.NONE)
     fresh = RecordingEngine(engine.model)
     assert fresh.generate(prompt, max_new_tokens=4).text == str(response)
