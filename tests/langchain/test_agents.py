@@ -79,6 +79,12 @@ def asking(text: str) -> Any:
     return {"messages": [("human", text)]}
 
 
+def answers_of_turns(agent: Any, count: int) -> list[Any]:
+    """Return the answers to questions about passages in one conversation."""
+    turns = (asking(f"About {turn % 4} 3") for turn in range(count))
+    return [agent.invoke(turn, THREAD)["messages"][-1] for turn in turns]
+
+
 async def test_retriever_tool_gives_marked_text_and_handles(retriever: Numbered) -> None:
     prompt = BlockDocumentPrompt.from_template("title: {title}\n\n{page_content}")
     tool = block_retriever_tool(retriever, "look_up", "Looks up.", document_prompt=prompt)
@@ -114,14 +120,11 @@ def test_each_turn_of_an_agent_computes_only_new_tokens(retriever: Numbered) -> 
     BlockKVTransformer(llm=chat).transform_documents(retriever.documents)
     tool = block_retriever_tool(retriever, "look_up", "Looks up.")
     agent = create_agent(chat, [tool], checkpointer=InMemorySaver())
-    computed, prompts = [], []
-    for turn in range(5):
-        last = agent.invoke(asking(f"About {turn % 4} 3"), THREAD)["messages"][-1]
-        assert last.content == "Found it."
-        computed.append(reuse_of(last)["computed_tokens"])
-        prompts.append(last.usage_metadata["input_tokens"])
-    assert prompts[-1] > 2 * prompts[0]
-    assert len(set(computed[1:])) == 1  # does not grow with the history
+    answers = answers_of_turns(agent, 5)
+    assert {answer.content for answer in answers} == {"Found it."}
+    first, *_, last = (answer.usage_metadata["input_tokens"] for answer in answers)
+    assert last > 2 * first
+    assert len({reuse_of(answer)["computed_tokens"] for answer in answers[1:]}) == 1
 
 
 @pytest.fixture
@@ -174,11 +177,8 @@ def test_later_turns_reuse_passages_looked_up_first(
     BlockKVTransformer(llm=chat).transform_documents(retriever.documents)
     first = RetrieveFirst(retriever, as_tool_call=as_tool_call)
     agent = create_agent(chat, [], middleware=[first], checkpointer=InMemorySaver())
-    computed = []
-    for turn in range(4):
-        last = agent.invoke(asking(f"About {turn % 4} 3"), THREAD)["messages"][-1]
-        computed.append(reuse_of(last)["computed_tokens"])
-    assert len(set(computed[1:])) == 1  # does not grow with the history
+    answers = answers_of_turns(agent, 4)
+    assert len({reuse_of(answer)["computed_tokens"] for answer in answers[1:]}) == 1
     *_, prompt = prompts_of(chat)
     assert prompt.count("Passage 3:") == 4
     assert prompt.count("tool_call") == 4 * 2 * as_tool_call

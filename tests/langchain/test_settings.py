@@ -18,7 +18,6 @@ from tests.saying import says, thinking_tokenizer
 
 ANSWER = "<think>\nIt is deep.\n</think>\n\n31 metres."
 ASKED = [("human", "How deep?")]
-OFF = {"enable_thinking": False}
 
 
 @pytest.fixture(scope="module")
@@ -32,19 +31,13 @@ def chat(model: BlockModel) -> ChatBlockAttention:
     return ChatBlockAttention(engine=engine, max_tokens=2)
 
 
-def with_variables(
-    chat: ChatBlockAttention, variables: dict[str, Any], **fields: Any
-) -> ChatBlockAttention:
-    own = {"chat_template_kwargs": variables}
-    return ChatBlockAttention(engine=chat.engine, max_tokens=2, generate_kwargs=own, **fields)
-
-
 def test_cached_answers_depend_on_template_variables(chat: ChatBlockAttention) -> None:
     cache = InMemoryCache()
-    for kwargs in ({}, OFF):
-        one = with_variables(chat, kwargs, cache=cache)
-        one.invoke(ASKED)
-        one.bind(chat_template_kwargs={"enable_thinking": True}).invoke(ASKED)
+    for variables in ({}, {"enable_thinking": False}):
+        options = {"chat_template_kwargs": variables}
+        one = ChatBlockAttention(engine=chat.engine, generate_kwargs=options, cache=cache)
+        one.invoke(ASKED, max_tokens=2)
+        one.bind(max_tokens=2, chat_template_kwargs={"enable_thinking": True}).invoke(ASKED)
     assert len(cache._cache) == 4
 
 

@@ -1,7 +1,8 @@
-"""BlockAttentionLLM: prompts, answers, options, usage and events."""
+"""BlockAttentionLLM: prompts, answers, options, usage, events and metadata."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from llama_index.core.callbacks import CallbackManager, TokenCountingHandler
 from llama_index.core.instrumentation.event_handlers import BaseEventHandler
 from llama_index_instrumentation import get_dispatcher
 
-from blockattn_rag.llama_index import BlockAttentionLLM, BlockReuseEvent
+from blockattn_rag.llama_index import BlockAttentionLLM, BlockKVTransform, BlockReuseEvent
 from blockattn_rag.prompts.blocks import Block, BlockPrompt, Span
 from blockattn_rag.prompts.formats import BLANK_LINE
 from blockattn_rag.prompts.markers import wrap
@@ -205,3 +206,29 @@ def test_additional_kwargs_of_messages_are_not_template_variables(llm: BlockAtte
             assert "EVIL" in prompt.final
             assert "".join(written).count("<|end|>") == 2
         assert "EVIL" not in "".join(written)
+
+
+def test_metadata_describes_the_model(saved: str, loads: list[Any]) -> None:
+    llm = BlockAttentionLLM(model_name=saved)
+    assert llm.metadata.context_window == 4096
+    assert llm.metadata.is_chat_model
+    assert llm.metadata.model_name == saved
+    assert llm.to_prompt([ChatMessage(content="Hi")]).final.startswith("<|begin|>")
+    assert len(llm.tokenize("abc")) == 3
+    assert len(loads) == 1
+    given: Any = {"is_chat_model": False, "is_function_calling_model": False}
+    own = BlockAttentionLLM(engine=llm.engine, context_window=1000, max_new_tokens=9, **given)
+    metadata = own.metadata
+    assert (metadata.context_window, metadata.num_output) == (1000, 9)
+    assert (metadata.is_chat_model, metadata.is_function_calling_model) == (False, False)
+    assert own.to_payload()["model_name"] == saved
+
+
+def test_components_survive_a_dict(saved: str, tmp_path: Path) -> None:
+    llm = BlockAttentionLLM(saved, kv_store=tmp_path / "kv", context_window=900, mode="full")
+    again = BlockAttentionLLM.from_dict(llm.to_dict())
+    assert again.to_dict() == llm.to_dict()
+    transform = BlockKVTransform(llm=llm, show_progress=True)
+    assert BlockKVTransform.from_dict(transform.to_dict()).to_dict() == transform.to_dict()
+    assert llm.to_json()
+    assert transform.to_json()

@@ -1,4 +1,4 @@
-"""The ingestion step: encoding, skipping and stamping of nodes."""
+"""The ingestion step: encoding, skipping and stamping of nodes, and their embedding."""
 
 from __future__ import annotations
 
@@ -8,16 +8,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import chromadb
+import numpy as np
 import pytest
-from llama_index.core import Document, SimpleDirectoryReader, StorageContext, VectorStoreIndex
+from llama_index.core import Document, SimpleDirectoryReader, VectorStoreIndex
 from llama_index.core.ingestion import DocstoreStrategy, IngestionCache, IngestionPipeline
 from llama_index.core.node_parser import SentenceSplitter, SentenceWindowNodeParser
 from llama_index.core.postprocessor import MetadataReplacementPostProcessor
 from llama_index.core.schema import BaseNode, ImageNode, MediaResource, MetadataMode, Node, TextNode
 from llama_index.core.storage.docstore import SimpleDocumentStore
 from llama_index.core.vector_stores import SimpleVectorStore
-from llama_index.vector_stores.chroma import ChromaVectorStore
 
 from blockattn_rag.adapters.handles import HANDLE_KEY
 from blockattn_rag.errors import ContextOverflowError
@@ -175,14 +174,7 @@ def test_passages_of_moved_files_are_hits(
     assert [node.metadata["file_path"] for node in nodes] == [
         str(tmp_path / "there" / f"{i}.txt") for i in range(3)
     ]
-    client = chromadb.PersistentClient(str(tmp_path / "chroma"))
-    store = ChromaVectorStore(chroma_collection=client.create_collection("towers"))
-    VectorStoreIndex(
-        nodes,
-        storage_context=StorageContext.from_defaults(vector_store=store),
-        embed_model=HashingEmbedding(64),
-    )
-    index = VectorStoreIndex.from_vector_store(store, embed_model=HashingEmbedding(64))
+    index = VectorStoreIndex(nodes, embed_model=HashingEmbedding(64))
     asking = index.as_query_engine(
         llm=llm, similarity_top_k=3, node_postprocessors=[BlockKVPostprocessor()]
     )
@@ -203,21 +195,14 @@ def test_file_paths_are_kept_in_blocks_on_request(llm: BlockAttentionLLM, tmp_pa
 
 def test_paths_that_users_made_visible_are_kept_in_blocks(llm: BlockAttentionLLM) -> None:
     readers = {"file_path": "/data/a.txt", "file_name": "a.txt"}
-    own = Document(text="a", metadata={"file_path": "/data/a.txt"})
-    named = Document(text="b", metadata=readers)
-    template = Document(
-        text="c",
-        metadata=readers,
-        excluded_llm_metadata_keys=["file_name"],
-        text_template="From {metadata_str}: {content}",
-    )
-    line = Document(
-        text="d",
-        metadata=readers,
-        excluded_llm_metadata_keys=["file_name"],
-        metadata_template="{key} = {value}",
-    )
-    nodes = BlockKVTransform(llm=llm)([own, named, template, line])
+    hidden: Any = {"metadata": readers, "excluded_llm_metadata_keys": ["file_name"]}
+    documents = [
+        Document(text="a", metadata={"file_path": "/data/a.txt"}),
+        Document(text="b", metadata=readers),
+        Document(text="c", text_template="From {metadata_str}: {content}", **hidden),
+        Document(text="d", metadata_template="{key} = {value}", **hidden),
+    ]
+    nodes = BlockKVTransform(llm=llm)(documents)
     assert ["/data/a.txt" in canonical_text(node) for node in nodes] == [True] * 4
 
 
@@ -275,3 +260,25 @@ def test_warns_once_about_documents_that_are_not_split(
     [message] = caplog.messages
     assert "an unsplit document of 9999 characters" in message
     assert "transformations=[SentenceSplitter(), BlockKVTransform(llm=llm)]" in message
+
+
+def test_vectors_are_normalized_and_deterministic() -> None:
+    texts = ["The otter swims.", "", "...", "Der Otter schwimmt. 漢字"]
+    vectors = np.array(HashingEmbedding(256).get_text_embedding_batch(texts))
+    assert vectors.shape == (4, 256)
+    assert np.allclose(np.linalg.norm(vectors, axis=1), 1)
+    assert np.array_equal(vectors, HashingEmbedding(256).get_text_embedding_batch(texts))
+
+
+async def test_a_question_is_nearest_to_the_passage_with_its_words() -> None:
+    embed = HashingEmbedding()
+    texts = ["The otters live in rivers.", "The heron stands in water.", "Where is the newt?"]
+    passages = np.array([await embed.aget_text_embedding(text) for text in texts])
+    question = np.array(await embed.aget_query_embedding("Where does the otter live?"))
+    assert int(np.argmax(passages @ question)) == 0
+
+
+def test_the_embedding_works_in_pipelines_and_survives_a_dict() -> None:
+    embed = HashingEmbedding.from_dict(HashingEmbedding(32).to_dict())
+    [node] = embed([TextNode(text="otter")])
+    assert len(node.get_embedding()) == 32
