@@ -31,6 +31,7 @@ from blockattn_rag.prompts.blocks import Block, BlockTemplate, handle_of
 from blockattn_rag.prompts.formats import BLANK_LINE
 from tests.engines import tuned_model
 from tests.llama_index.conftest import RecordingEngine, passages
+from tests.recipes import recipe_of
 
 
 def counts(transform: BlockKVTransform) -> tuple[int, int]:
@@ -282,3 +283,15 @@ def test_the_embedding_works_in_pipelines_and_survives_a_dict() -> None:
     embed = HashingEmbedding.from_dict(HashingEmbedding(32).to_dict())
     [node] = embed([TextNode(text="otter")])
     assert len(node.get_embedding()) == 32
+
+
+def test_a_cached_ingestion_ends_with_its_recipe(block_model: Any) -> None:
+    def cached(recipe: Any) -> dict[str, Any]:
+        return BlockKVTransform(engine=RecordingEngine(block_model, recipe=recipe)).to_dict()
+
+    recipe = recipe_of(block_model)
+    told = [cached(one)["encoding"] for one in ("none", "bos", recipe, recipe)]
+    assert told[2] == told[3]
+    assert told[0] != told[1] != told[2]
+    promoting = recipe_of(block_model, promote=1)
+    assert cached(promoting)["encoding"] == told[2]  # promotion does not change the encoding

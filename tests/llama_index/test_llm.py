@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,17 @@ from llama_index.core.callbacks import CallbackManager, TokenCountingHandler
 from llama_index.core.instrumentation.event_handlers import BaseEventHandler
 from llama_index_instrumentation import get_dispatcher
 
-from blockattn_rag.llama_index import BlockAttentionLLM, BlockKVTransform, BlockReuseEvent
+from blockattn_rag import Recipe
+from blockattn_rag.llama_index import (
+    BlockAttentionLLM,
+    BlockKVTransform,
+    BlockReuseEvent,
+    canonical_text,
+)
 from blockattn_rag.prompts.blocks import Block, BlockPrompt, Span
 from blockattn_rag.prompts.formats import BLANK_LINE
 from blockattn_rag.prompts.markers import wrap
-from tests.llama_index.conftest import RecordingEngine
+from tests.llama_index.conftest import RecordingEngine, passages
 
 MARKED = f"Read.\n{wrap('first passage')}\n\n{wrap('second passage')}\nWhat?"
 BLOCKS = BlockPrompt(
@@ -232,3 +239,20 @@ def test_components_survive_a_dict(saved: str, tmp_path: Path) -> None:
     assert BlockKVTransform.from_dict(transform.to_dict()).to_dict() == transform.to_dict()
     assert llm.to_json()
     assert transform.to_json()
+
+
+def test_the_constructor_has_few_arguments() -> None:
+    _, *own, rest = inspect.signature(BlockAttentionLLM.__init__).parameters
+    assert (len(own), rest) == (12, "llm_fields")
+
+
+def test_promoted_tokens_count_as_computed(llm: BlockAttentionLLM) -> None:
+    marked = f"Head. {''.join(wrap(canonical_text(node)) for node in passages(3))}Q"
+    promoting = Recipe(promote=3)
+    llm.complete(marked)
+    shown = llm.complete(marked, recipe=promoting).raw["usage"]
+    assert shown["computed_tokens"] > 40
+    prompt = llm.to_prompt(marked, formatted=False)
+    stats = llm.engine.generate(prompt, mode="full", max_new_tokens=1).stats
+    event = BlockReuseEvent(stats=stats).model_dump()
+    assert event["computed_tokens"] == shown["computed_tokens"] + shown["reused_tokens"]
