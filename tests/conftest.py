@@ -109,9 +109,10 @@ def chroma_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
 def chroma_client(request: Any, tmp_path: Path) -> Any:
     """A Chroma client, embedded and as a server in turn."""
     import chromadb
+    from chromadb.config import Settings
 
     # Clients modify their settings, so each test creates new ones.
-    settings = chromadb.Settings(anonymized_telemetry=False)
+    settings = Settings(anonymized_telemetry=False)
     if request.param == "embedded":
         return chromadb.PersistentClient(str(tmp_path / "chroma"), settings=settings)
     port = request.getfixturevalue("chroma_server")

@@ -27,7 +27,7 @@ from langchain_core.prompt_values import ChatPromptValue, PromptValue, StringPro
 
 from blockattn_rag.adapters.exchange import ChatTurn, Step
 from blockattn_rag.adapters.handles import HANDLE_KEY
-from blockattn_rag.output import ToolCall
+from blockattn_rag.output import InvalidToolCall, ToolCall
 from blockattn_rag.prompts.markers import own_markers, strip_markers, wrap
 
 PROVIDER = "blockattn_rag"
@@ -136,7 +136,9 @@ def chat_chunk(step: Step, model_name: str | None, *, is_v1: bool) -> ChatGenera
     """Convert a step of a stream. Only the last has usage metadata, because LangChain sums it."""
     # Send each call in one chunk, because LangChain completes the JSON of partial arguments.
     # Invalid calls must not parse as JSON, or LangChain would treat them as valid.
-    calls = [(call, json.dumps(call.arguments, ensure_ascii=False)) for call in step.calls]
+    calls: list[tuple[ToolCall | InvalidToolCall, str]] = [
+        (call, json.dumps(call.arguments, ensure_ascii=False)) for call in step.calls
+    ]
     calls += [(call, f"{call.error}: {call.text}") for call in step.invalid]
     message = AIMessageChunk(
         **_fields(step, model_name),

@@ -114,13 +114,14 @@ class BlockKVTransform(SourceComponent, TransformComponent):
             model_kwargs=model_kwargs or None,
             recipe=None if recipe == AUTO else recipe,
         )
-        super().__init__(
+        fields = {
             **source.fields(),
-            block_template=block_template or getattr(llm, "block_template", BLANK_LINE),
-            show_progress=show_progress,
-            hide_file_paths=hide_file_paths,
-            metadata_key=metadata_key,
-        )
+            "block_template": block_template or getattr(llm, "block_template", BLANK_LINE),
+            "show_progress": show_progress,
+            "hide_file_paths": hide_file_paths,
+            "metadata_key": metadata_key,
+        }
+        super().__init__(**fields)
         self._source = source
 
     @property

@@ -125,16 +125,16 @@ class BlockAttentionLLM(PromptMaking, StructuredPrediction, CustomLLM, FunctionC
         )
         if recognize:
             source.check_recognizes()
-        super().__init__(
+        fields = {
             **source.fields(),
-            mode=mode,
-            block_template=block_template,
-            recognize=recognize,
-            context_window=context_window,
-            max_new_tokens=max_new_tokens,
-            generate_kwargs=generate_kwargs or {},
-            **llm_fields,
-        )
+            "mode": mode,
+            "block_template": block_template,
+            "recognize": recognize,
+            "context_window": context_window,
+            "max_new_tokens": max_new_tokens,
+            "generate_kwargs": generate_kwargs or {},
+        }
+        super().__init__(**fields, **llm_fields)
         self._source = source
         source.load()
 

@@ -149,9 +149,13 @@ class BlockPromptHelper(PromptHelper):
                 "Expected a BlockAttentionLLM, or the LLM of served_llm(url); found "
                 f"{type(llm).__name__}, which does not keep blocks complete"
             )
-        helper = cls.from_llm_metadata(llm.metadata, tokenizer=llm.tokenize, **kwargs)
-        helper.block_template = llm.block_template
-        return helper
+        return cls(
+            context_window=llm.metadata.context_window,
+            num_output=llm.metadata.num_output,
+            tokenizer=llm.tokenize,
+            block_template=llm.block_template,
+            **kwargs,
+        )
 
     def _get_available_chunk_size(
         self,

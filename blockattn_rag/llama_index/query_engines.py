@@ -140,7 +140,8 @@ class BlockCitationQueryEngine(CitationQueryEngine):
         cls, index: Any, llm: LLM | None = None, **kwargs: Any
     ) -> CitationQueryEngine:
         """``CitationQueryEngine.from_args`` with a synthesizer that keeps blocks complete."""
-        if isinstance(llm, BlockLLM) and not kwargs.get("multimodal"):
+        keeps_blocks: bool = isinstance(llm, BlockLLM)
+        if llm is not None and keeps_blocks and not kwargs.get("multimodal"):
             synthesizer = block_response_synthesizer(
                 llm,
                 kwargs.get("response_mode", ResponseMode.COMPACT),

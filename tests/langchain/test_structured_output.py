@@ -108,9 +108,10 @@ def test_an_answer_that_is_cut_off_raises(chat: ChatBlockAttention) -> None:
     short = chat.model_copy(update={"max_tokens": 12})
     for schema, method in ((Tower, "json_schema"), (SCHEMA, "json_mode")):
         structured = short.with_structured_output(schema, method=method)  # type: ignore[arg-type]
-        for ask in (structured.invoke, lambda asked, s=structured: list(s.stream(asked))):
-            with pytest.raises(IncompleteAnswerError, match="cut off at its token limit"):
-                ask(ASKED)
+        with pytest.raises(IncompleteAnswerError, match="cut off at its token limit"):
+            structured.invoke(ASKED)
+        with pytest.raises(IncompleteAnswerError, match="cut off at its token limit"):
+            list(structured.stream(ASKED))
     beside = short.with_structured_output(Tower, include_raw=True).invoke(ASKED)
     assert beside["parsed"] is None
     assert isinstance(beside["parsing_error"], IncompleteAnswerError)

@@ -117,11 +117,12 @@ async def test_all_eight_methods_give_the_same_answer(llm: BlockAttentionLLM) ->
     messages = user(MARKED)
     completions: list[Any] = [llm.complete(MARKED), await llm.acomplete(MARKED)]
     chats: list[Any] = [llm.chat(messages), await llm.achat(messages)]
-    for answers, streams in (
-        (completions, (llm.stream_complete(MARKED), await llm.astream_complete(MARKED))),
-        (chats, (llm.stream_chat(messages), await llm.astream_chat(messages))),
-    ):
-        for steps in (list(streams[0]), [step async for step in streams[1]]):
+    streams: list[Any] = [
+        (completions, llm.stream_complete(MARKED), await llm.astream_complete(MARKED)),
+        (chats, llm.stream_chat(messages), await llm.astream_chat(messages)),
+    ]
+    for answers, stream, astream in streams:
+        for steps in (list(stream), [step async for step in astream]):
             assert "".join(step.delta or "" for step in steps) == expected
             assert len(steps) > 2
             answers.append(steps[-1])
