@@ -78,10 +78,9 @@ class BlockKVTransformer(SourceFields, BaseDocumentTransformer):
 
 
 class HashingEmbeddings(Embeddings):
-    """Embedding model that counts hashed words and character n-grams, as unit vectors.
+    """Embedding model that counts hashed words and character n-grams, and needs no download.
 
-    Deterministic, and needs no download, but matches only passages that share words with the
-    question. Use a real embedding model in production.
+    It matches only passages that share words with the question. Do not use it in production.
     """
 
     def __init__(self, dimensions: int = 2048) -> None:

@@ -217,10 +217,9 @@ def _without_file_path(node: BaseNode) -> BaseNode:
 
 
 class HashingEmbedding(BaseEmbedding):
-    """Embedding model that counts hashed words and character n-grams, as unit vectors.
+    """Embedding model that counts hashed words and character n-grams, and needs no download.
 
-    Deterministic, and needs no download, but matches only passages that share words with the
-    question. Use a real embedding model in production.
+    It matches only passages that share words with the question. Do not use it in production.
     """
 
     dimensions: int = Field(default=2048, description="Length of the vectors.", gt=0)

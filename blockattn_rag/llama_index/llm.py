@@ -153,6 +153,12 @@ class BlockAttentionLLM(PromptMaking, StructuredPrediction, CustomLLM, FunctionC
         names = ("model_name", "mode", "recipe", "context_window", "max_new_tokens")
         return {"class_name": self.class_name(), **{name: getattr(self, name) for name in names}}
 
+    def engine_options(self, call: dict[str, Any]) -> dict[str, Any]:
+        """Return the engine options of a call. The call's options override the fields."""
+        own = {"mode": self.mode, "max_new_tokens": self.max_new_tokens}
+        options = {**own, **without_tool_options(self.generate_kwargs), **call}
+        return {name: value for name, value in options.items() if name not in PROMPT_OPTIONS}
+
     def _exchange(
         self,
         prompt: PromptLike,
@@ -162,11 +168,7 @@ class BlockAttentionLLM(PromptMaking, StructuredPrediction, CustomLLM, FunctionC
     ) -> Exchange:
         shaping = {name: call[name] for name in PROMPT_OPTIONS if name in call}
         make_prompt = partial(self.to_prompt, prompt, formatted, tools=tools, **shaping)
-        own = {"mode": self.mode, "max_new_tokens": self.max_new_tokens}
-        options = {**own, **without_tool_options(self.generate_kwargs), **call}
-        for name in PROMPT_OPTIONS:
-            options.pop(name, None)
-        return Exchange(self._source, make_prompt, options, tools)
+        return Exchange(self._source, make_prompt, self.engine_options(call), tools)
 
     def _chat_exchange(self, messages: Sequence[ChatMessage], call: dict[str, Any]) -> Exchange:
         tools = tools_of(self, call)
@@ -213,8 +215,6 @@ class BlockAttentionLLM(PromptMaking, StructuredPrediction, CustomLLM, FunctionC
         self, messages: Sequence[ChatMessage], **kwargs: Any
     ) -> ChatResponseAsyncGen:
         return self._chat_exchange(messages, kwargs).astream(Responses(streamed=True).chat)
-
-    # -- tools -------------------------------------------------------------------------------
 
     def _prepare_chat_with_tools(
         self,

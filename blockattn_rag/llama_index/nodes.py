@@ -22,10 +22,7 @@ Order = Literal["retrieved", "ascending"]
 
 
 class BlockNode(BaseNode):
-    """Node whose LLM view has block markers around the text. See ``as_block_node``.
-
-    The view is created on each read, so the markers always match the text.
-    """
+    """Node whose LLM view has markers, which are created on each read. See ``as_block_node``."""
 
     plain_class: ClassVar[type[BaseNode]]
     block_label: str = Field(

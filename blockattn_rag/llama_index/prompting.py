@@ -44,7 +44,6 @@ class PromptMaking(SourceComponent, LLM):
 
     @property
     def source(self) -> EngineSource:
-        """Source of the engine. Components with the same source share the model."""
         return self._source
 
     @property

@@ -31,8 +31,7 @@ class StructuredPrediction(LLM):
     """LLM methods that return objects, used by ``output_cls`` and ``as_structured_llm``.
 
     The schema is appended to the last message, and a grammar enforces it. Calls raise
-    ``IncompleteAnswerError`` if the answer was cut off, and ``GrammarError`` if the schema does not
-    compile.
+    ``IncompleteAnswerError`` or, if the schema does not compile, ``GrammarError``.
     """
 
     @dispatcher.span
