@@ -1,7 +1,4 @@
-"""Pydantic fields of components with an engine, and of language models.
-
-LangChain copies and pickles components through their fields, so the source is also a field.
-"""
+"""Pydantic fields of components with an engine, and of language models."""
 
 from __future__ import annotations
 
@@ -63,7 +60,7 @@ class SourceFields(BaseModel):
     block_template: BlockTemplate = BLANK_LINE
     recipe: str = "auto"
     source: Source = Field(exclude=True, repr=False)
-    """Source of the model. Copies of a component share it, and thereby the weights."""
+    """A field, because LangChain copies components through their fields. Copies share the weights."""
 
     @model_validator(mode="before")
     @classmethod

@@ -84,10 +84,7 @@ def _text_of(message: ChatMessage) -> str:
 
 
 class BlockReuseEvent(BaseEvent):
-    """Instrumentation event with an answer's reuse statistics, dispatched when the answer ends.
-
-    The fields of ``stats`` are also fields of the event (``event.hits``).
-    """
+    """Event at the end of an answer, with its reuse statistics, such as ``event.hits``."""
 
     stats: ReuseStats
 

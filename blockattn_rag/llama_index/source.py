@@ -13,8 +13,7 @@ from blockattn_rag.adapters.sources import Source
 class SourceComponent(BaseComponent):
     """LlamaIndex component with a model, in this process or on a server.
 
-    The fields are sufficient to reload the model, in another process or from ``to_dict``.
-    Components created from a model, engine or store object cannot be pickled.
+    The fields are sufficient to reload the model, unless it was created from live objects.
     """
 
     model_name: str | None = None
