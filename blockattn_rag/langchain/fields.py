@@ -60,7 +60,7 @@ class SourceFields(BaseModel):
     block_template: BlockTemplate = BLANK_LINE
     recipe: str = "auto"
     source: Source = Field(exclude=True, repr=False)
-    """A field, because LangChain copies components through their fields. Copies share the weights."""
+    """A field, because LangChain copies components by their fields. Copies share the weights."""
 
     @model_validator(mode="before")
     @classmethod
