@@ -105,6 +105,20 @@ def chroma_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
         process.wait(timeout=LONGEST_S)
 
 
+@pytest.fixture(params=["embedded", "server"])
+def chroma_client(request: Any, tmp_path: Path) -> Any:
+    """A Chroma client, embedded and as a server in turn."""
+    import chromadb
+    from chromadb.config import Settings
+
+    # Clients modify their settings, so each test creates new ones.
+    settings = Settings(anonymized_telemetry=False)
+    if request.param == "embedded":
+        return chromadb.PersistentClient(str(tmp_path / "chroma"), settings=settings)
+    port = request.getfixturevalue("chroma_server")
+    return chromadb.HttpClient("127.0.0.1", port, settings=settings)
+
+
 def _wait_for(url: str, process: subprocess.Popen[bytes]) -> None:
     until = time.monotonic() + 4 * LONGEST_S
     while time.monotonic() < until:

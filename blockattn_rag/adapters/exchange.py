@@ -1,25 +1,23 @@
-"""Model calls for both frameworks: conversion of messages to a prompt, and answers in steps.
-
-Each adapter converts its messages to ``ChatTurn`` objects and builds responses from ``Step``
-objects.
-"""
+"""Model calls: adapters convert messages to ``ChatTurn``, and ``Step`` to their answers."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import aclosing, closing
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
-from blockattn_rag.adapters.engine_source import EngineSource
+from blockattn_rag.adapters.sources import EngineSource
 from blockattn_rag.engine.pending import Group
 from blockattn_rag.engine.results import Generation, GenerationChunk
 from blockattn_rag.output import CallParser, InvalidToolCall, ToolCall
 from blockattn_rag.output.answers import ThoughtReader, has_no_thoughts
 from blockattn_rag.output.tool_parser import AnswerReader
-from blockattn_rag.output.tool_use import ToolUse, prompt_spans, with_default_calls
+from blockattn_rag.output.tool_use import ToolUse, with_default_calls
 from blockattn_rag.prompts.blocks import BlockPrompt
-from blockattn_rag.prompts.chat_template import Spans, check_template_kwargs
+from blockattn_rag.prompts.chat_template import check_template_kwargs
+
+Response = TypeVar("Response")
 
 
 class Model(Protocol):
@@ -40,8 +38,7 @@ class ChatTurn:
     """Chat message with the roles and fields of chat templates.
 
     Args:
-        role: ``"system"``, ``"user"``, ``"assistant"``, ``"tool"``, or another role that the
-            template supports.
+        role: ``"system"``, ``"user"``, ``"assistant"``, ``"tool"``, or another of the template's.
         text: Text of the message, with block markers around passages.
         thoughts: Reasoning of an earlier answer. The template decides whether to include it.
         calls: Tool calls of an earlier answer.
@@ -58,11 +55,7 @@ class ChatTurn:
 
 
 def template_messages(turns: Iterable[ChatTurn]) -> list[dict[str, Any]]:
-    """Convert turns to chat-template messages: dicts with ``role`` and ``content``.
-
-    ``reasoning_content`` contains the reasoning, and ``tool_calls`` the tool calls. Results have a
-    ``tool_call_id`` and the tool's ``name``.
-    """
+    """Convert turns to chat-template messages. Results get the name of the called tool."""
     messages: list[dict[str, Any]] = []
     tools: dict[str, str] = {}  # Tool names by call id.
     for turn in turns:
@@ -80,10 +73,7 @@ def template_messages(turns: Iterable[ChatTurn]) -> list[dict[str, Any]]:
 
 
 def tools_of(model: Model, call: Mapping[str, Any]) -> ToolUse | None:
-    """Return the tools that a call with these options may use; see ``ToolUse.of_call``.
-
-    The option ``tool_calls`` defaults to its value in ``generate_kwargs``.
-    """
+    """Return the tools that a call may use. ``tool_calls`` may be set in ``generate_kwargs``."""
     options = with_default_calls(model.generate_kwargs, call)
     return ToolUse.of_call(options, lambda: model.source.tokenizer.tokenizer, model.model_name)
 
@@ -94,29 +84,15 @@ def template_variables(model: Model, given: Mapping[str, Any] | None) -> dict[st
     return check_template_kwargs(model.source.tokenizer.tokenizer, {**defaults, **(given or {})})
 
 
-def chat_spans(
-    model: Model, turns: Iterable[ChatTurn], tools: ToolUse | None, variables: Mapping[str, Any]
-) -> Spans:
-    """Format a conversation with the model's chat template. Returns spans."""
-    tokenizer = model.source.tokenizer.tokenizer
-    return prompt_spans(tokenizer, template_messages(turns), tools, **variables)
-
-
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Complete answer, or the next chunk of a stream."""
+    """Complete answer, or the next chunk of a stream. The last step has the complete generation."""
 
-    output: Generation | GenerationChunk
     thoughts: str
     text: str
     calls: Sequence[ToolCall] = ()
     invalid: Sequence[InvalidToolCall] = ()
-
-    @property
-    def generation(self) -> Generation | None:
-        """The complete generation in the last step, None before."""
-        output = self.output
-        return output if isinstance(output, Generation) else output.generation
+    generation: Generation | None = None
 
 
 class Exchange:
@@ -124,8 +100,8 @@ class Exchange:
 
     Args:
         make_prompt: Function that creates the prompt. Async methods call it in another thread.
-        options: Engine options, including ``ToolUse.engine_options`` if there are tools.
-        parser: Parser of tool calls. None: tool calls are not allowed.
+        options: Engine options, without those that concern tools.
+        tools: Tools that the model may call.
     """
 
     def __init__(
@@ -133,12 +109,16 @@ class Exchange:
         source: EngineSource,
         make_prompt: Callable[[], BlockPrompt],
         options: dict[str, Any],
-        parser: CallParser | None = None,
+        tools: ToolUse | None,
     ) -> None:
         self._source = source
         self._make_prompt = make_prompt
         self.options = options
-        self._parser = parser
+        self._parser: CallParser | None = None
+        if tools is not None:
+            tokenizer = source.tokenizer.tokenizer
+            self._parser = tools.parser(tokenizer, options)
+            self.options = tools.engine_options(tokenizer, options)
 
     def prompt(self) -> BlockPrompt:
         """Create the prompt. If it cannot reuse passages, log a hint."""
@@ -147,36 +127,45 @@ class Exchange:
         tokenizer = self._source.tokenizer.tokenizer
         thoughts = ThoughtReader(tokenizer, prompt, answers_at_once=at_once)
         self._reader = AnswerReader(thoughts, self._parser)
-        return self._source.noted(prompt)
+        if self._source.hints is not None:
+            self._source.hints.look_at(prompt)
+        return prompt
 
-    def answer(self, group: Group | None = None) -> Step:
-        """Generate the complete answer, in one batch with the other calls of ``group``."""
+    @property
+    def group_key(self) -> object:
+        """Options of the ``Group`` that the call may belong to."""
+        return self._source, self.options
+
+    def answer(self) -> Step:
+        """Generate the complete answer, in one batch with the other calls of its group, if any."""
         engine, prompt = self._source.engine, self.prompt()
-        if group is None:
+        if (group := Group.of_this_call(self.group_key)) is None:
             return self._read(engine.generate(prompt, **self.options))
         return self._read(engine.submit(prompt, group=group, **self.options).result())
 
-    async def aanswer(self, group: Group | None = None) -> Step:
+    async def aanswer(self) -> Step:
         """Async version of ``answer``. Another thread loads the model and creates the prompt."""
         engine = await self._source.loaded_engine()
+        group = Group.of_this_call(self.group_key)
         return self._read(await engine.agenerate(self.prompt, group=group, **self.options))
 
-    def stream(self) -> Generator[Step, None, None]:
+    def stream(self, convert: Callable[[Step], Response]) -> Generator[Response, None, None]:
+        """Yield the converted steps of the answer. Closing the generator stops the generation."""
         prompt = self.prompt()
         with closing(self._source.engine.stream(prompt, **self.options)) as chunks:
-            yield from map(self._read, chunks)
+            for chunk in chunks:
+                yield convert(self._read(chunk))
 
-    async def astream(self) -> AsyncGenerator[Step, None]:
+    async def astream(self, convert: Callable[[Step], Response]) -> AsyncGenerator[Response, None]:
         engine = await self._source.loaded_engine()
         async with aclosing(engine.astream(self.prompt, **self.options)) as chunks:
             async for chunk in chunks:
-                yield self._read(chunk)
+                yield convert(self._read(chunk))
 
     def _read(self, output: Generation | GenerationChunk) -> Step:
         generation = output if isinstance(output, Generation) else output.generation
         if generation is None:
-            assert isinstance(output, GenerationChunk)
             said = self._reader.push(output.text, output.token_ids)
-            return Step(output, said.thoughts, said.answer)
+            return Step(said.thoughts, said.answer)
         said, answer = self._reader.finish(generation.text, generation.token_ids)
-        return Step(output, said.thoughts, said.answer, answer.calls, answer.invalid)
+        return Step(said.thoughts, said.answer, answer.calls, answer.invalid, generation)

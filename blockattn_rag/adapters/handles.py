@@ -1,6 +1,6 @@
 """Handles in vector-store metadata. Ingestion writes them, and ``gc`` reads them.
 
-Handles may be stale, because some vector stores keep old metadata when they replace a text
+They may be stale, because some vector stores keep old metadata when they replace a text
 (Chroma's ``upsert`` merges metadata). A passage may therefore also have a digest of its text and
 metadata (``DIGEST_KEY``). If the digest does not match, the handle belongs to an earlier text.
 """
@@ -24,27 +24,19 @@ _PAGE = 1000
 
 
 def digest_of(inputs: Mapping[str, Any]) -> str:
-    """Compute a digest of the names and values that a passage was formatted from.
-
-    Args:
-        inputs: ``page_content`` and metadata values, by name.
-    """
+    """Compute a digest of the values that a passage was formatted from, by name."""
     names = sorted(inputs)
     values = [str(inputs[name]) for name in names]
     return f"{','.join(names)}:{handle_of(chr(0).join(f'{len(v)}:{v}' for v in values))}"
 
 
 def live_handles(places: Iterable[Any]) -> set[str]:
-    """Collect the handles of all passages in a vector store, for ``gc``, which keeps these
-    passages.
+    """Collect the handles of all passages in a vector store, which ``gc`` keeps.
 
     Stale handles, whose digest does not match the passage's text and metadata, are excluded.
 
     Args:
         places: Chroma collections, LangChain documents, LlamaIndex nodes, or metadata mappings.
-
-    Raises:
-        TypeError: An item has another type.
 
     Example::
 
@@ -64,7 +56,7 @@ def handles_in(places: Iterable[Any]) -> Iterator[str]:
 
 
 def _records(place: Any) -> Iterable[tuple[Any, ...]]:
-    """Yield the metadata and text of each passage. The text is None if it is not available."""
+    """Return the metadata and text of each passage. The text is None if it is not available."""
     if isinstance(place, Mapping):
         return [(place, None)]
     # Check this before ``metadata``, because collections also have metadata.

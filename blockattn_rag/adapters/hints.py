@@ -16,11 +16,8 @@ _NEW_HEADS = 5
 
 
 class ReuseHints:
-    """Logs warnings if the prompts of a model with a store cannot reuse passages.
-
-    Without markers, or with the question before the passages, answers are correct but passages are
-    not reused, which would otherwise go unnoticed.
-    """
+    """Logs warnings if the prompts of a model with a store cannot reuse passages, which would
+    otherwise go unnoticed, because the answers are correct."""
 
     def __init__(self) -> None:
         self._unmarked = 0

@@ -1,12 +1,4 @@
-"""LangChain adapter: a chat model, a document prompt and an ingestion step.
-
-Names are imported lazily::
-
-    from blockattn_rag.langchain import BlockDocumentPrompt, ChatBlockAttention
-
-    chat = ChatBlockAttention(model="bundled", kv_store="kv")
-    chain = create_stuff_documents_chain(chat, prompt, document_prompt=BlockDocumentPrompt())
-"""
+"""LangChain adapter: a chat model, a document prompt and an ingestion step, imported lazily."""
 
 from __future__ import annotations
 

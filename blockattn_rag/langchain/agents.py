@@ -47,7 +47,7 @@ def _check_runnable(source: Any, what: str, hint: str) -> None:
 
 
 def _lookups(retriever: BaseRetriever, document_prompt: BasePromptTemplate[str] | None) -> Any:
-    """Create a sync and an async function that return marked passages and documents for a query."""
+    """Create a sync and an async function that return marked passages and documents."""
     _check_runnable(retriever, "a retriever", "a vector store's as_retriever()")
     prompt = as_block_prompt(document_prompt)
 
@@ -73,20 +73,16 @@ def block_retriever_tool(
 ) -> BaseTool:
     """Create a retrieval tool for agents and graphs whose model reuses passages.
 
-    Like LangChain's ``create_retriever_tool``, but the results have block markers around passages,
-    so that passages stay blocks in later turns and in other prompts of a graph. The ``artifact`` of
-    the tool message contains the documents with their handles. Remove the markers for other models
-    and user interfaces (``without_markers``).
+    Like LangChain's ``create_retriever_tool``, but with block markers around passages, so that they
+    stay blocks in later turns and in other prompts of a graph. The ``artifact`` of the tool message
+    contains the documents with their handles. Remove the markers for other models and user
+    interfaces (``without_markers``).
 
     Args:
         retriever: Retriever of the passages.
         name: Name of the tool.
         description: Description of the tool, for the model.
-        document_prompt: Prompt that formats a document. ``BlockKVTransformer`` must use the same
-            prompt. Default: the document's ``page_content``.
-
-    Raises:
-        TypeError: ``retriever`` is not a retriever (but, for example, a vector store).
+        document_prompt: Prompt that formats a document, as in ``BlockKVTransformer``.
     """
     look_up, alook_up = _lookups(retriever, document_prompt)
     return StructuredTool(
@@ -102,10 +98,9 @@ def block_retriever_tool(
 class RetrieveFirst(AgentMiddleware[Any, Any]):
     """Agent middleware that retrieves passages for each question before calling the model.
 
-    Use it for models that cannot call tools, such as small models, and for questions that always
-    need passages: the first model call already produces the answer. The retrieval is added to the
-    agent's messages as a tool call with its result, whose ``artifact`` contains the documents.
-    Later turns reuse the passages.
+    Use it for models that cannot call tools, and for questions that always need passages. The
+    retrieval is added to the agent's messages as a tool call with its result, whose ``artifact``
+    contains the documents. Later turns reuse the passages.
 
     Args:
         retriever: Retriever of the passages.
@@ -114,11 +109,7 @@ class RetrieveFirst(AgentMiddleware[Any, Any]):
             inserted at the start of the user's message, without a call.
         name: Name of the tool in the agent's messages.
         document_prompt: See ``block_retriever_tool``.
-        condense: Chat model that rewrites follow-up questions as standalone questions. Default:
-            questions are looked up unchanged.
-
-    Raises:
-        TypeError: ``retriever`` or ``condense`` has another type, such as a vector store or a name.
+        condense: Chat model that rewrites follow-up questions as standalone questions.
 
     Example::
 
@@ -146,18 +137,16 @@ class RetrieveFirst(AgentMiddleware[Any, Any]):
 
     def before_agent(self, state: Any, runtime: Any) -> dict[str, Any] | None:
         """Retrieve passages if the last message is a question. Returns the messages to add."""
-        if (question := _question(messages := state["messages"])) is None:
+        if (question := _question(state["messages"])) is None:
             return None
-        if prompt := self._condensing(messages, question):
-            assert self._condense is not None
+        if self._condense and (prompt := _condensing(state["messages"], question)):
             question = self._condense.invoke(prompt, _UNSEEN).text.strip() or question
         return self._messages(question, *self._look_up(question))
 
     async def abefore_agent(self, state: Any, runtime: Any) -> dict[str, Any] | None:
-        if (question := _question(messages := state["messages"])) is None:
+        if (question := _question(state["messages"])) is None:
             return None
-        if prompt := self._condensing(messages, question):
-            assert self._condense is not None
+        if self._condense and (prompt := _condensing(state["messages"], question)):
             question = (await self._condense.ainvoke(prompt, _UNSEEN)).text.strip() or question
         return self._messages(question, *await self._alook_up(question))
 
@@ -172,14 +161,6 @@ class RetrieveFirst(AgentMiddleware[Any, Any]):
         if self._as_tool_call:
             return request
         return request.override(messages=_with_passages(request.messages))
-
-    def _condensing(self, messages: Sequence[BaseMessage], question: str) -> str | None:
-        """Return the prompt for the condensing model, or None to look the question up unchanged."""
-        said = [*map(_line, messages[:-1])]
-        history = "\n".join(line for line in said if line)
-        if self._condense is None or not history:
-            return None
-        return _CONDENSE.format(history=history, question=question)
 
     def _messages(self, query: str, text: str, documents: list[Document]) -> dict[str, Any]:
         call_id, name = new_call_id(), self._tool_name
@@ -220,6 +201,12 @@ def _question(messages: Sequence[BaseMessage]) -> str | None:
     last = messages[-1] if messages else None
     text = last.text if isinstance(last, HumanMessage) else ""
     return text if text.strip() else None
+
+
+def _condensing(messages: Sequence[BaseMessage], question: str) -> str | None:
+    """Return the prompt that condenses a follow-up question. None if there is no history."""
+    history = "\n".join(filter(None, map(_line, messages[:-1])))
+    return _CONDENSE.format(history=history, question=question) if history else None
 
 
 def _line(message: BaseMessage) -> str:

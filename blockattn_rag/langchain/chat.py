@@ -2,38 +2,43 @@
 
 from __future__ import annotations
 
-from collections import UserDict
-from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property, partial
-from typing import Any, ClassVar, cast
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing, closing
+from functools import partial
+from typing import Any
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models import BaseChatModel, LanguageModelInput
-from langchain_core.language_models.model_profile import ModelProfile
+from langchain_core.language_models.base import LangSmithParams
 from langchain_core.messages import AIMessage, BaseMessage
 from langchain_core.outputs import ChatGenerationChunk, ChatResult
-from langchain_core.runnables import Runnable, RunnableConfig
+from langchain_core.runnables import Runnable, RunnableConfig, RunnableLambda
+from langchain_core.runnables.base import RunnableBindingBase
 from langchain_core.runnables.config import get_config_list, get_executor_for_config
 from langchain_core.runnables.utils import gather_with_concurrency
 from langchain_core.tools import BaseTool
 from langchain_core.utils.function_calling import convert_to_openai_tool
 
 from blockattn_rag.adapters.arguments import check_known
-from blockattn_rag.adapters.engine_source import EngineSource
 from blockattn_rag.adapters.exchange import (
     Exchange,
     Step,
-    chat_spans,
+    template_messages,
     template_variables,
     tools_of,
 )
 from blockattn_rag.engine.pending import MAX_BATCH, Group
-from blockattn_rag.langchain.fields import GenerationFields
-from blockattn_rag.langchain.messages import chat_chunk, chat_result, chat_turns
+from blockattn_rag.langchain.fields import GenerationFields, profile_of
+from blockattn_rag.langchain.messages import (
+    PROVIDER,
+    chat_chunk,
+    chat_result,
+    chat_turns,
+    without_markers,
+)
 from blockattn_rag.langchain.structured_output import Method, structured_chat
 from blockattn_rag.output import tool_template
-from blockattn_rag.output.answers import marks_thoughts
-from blockattn_rag.output.tool_use import TOOL_OPTIONS, ToolUse
+from blockattn_rag.output.tool_use import ToolUse, prompt_spans
 from blockattn_rag.prompts.blocks import BlockPrompt
 from blockattn_rag.prompts.chat_template import has_chat_template
 from blockattn_rag.prompts.markers import strip_markers
@@ -47,19 +52,14 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
     Passages are enclosed in block markers (``BlockDocumentPrompt``, ``format_blocks``), or are text
     parts with a ``kv_handle``. They are looked up in the KV store by the digest of their text, and
     encoded on a cache miss. The rest of the prompt is ordinary text. The constructor loads the
-    model, unless it runs on a server. Unpickled copies load it on first use.
+    model. Unpickled copies load it on first use.
 
     For the arguments, see ``SourceFields`` (model, store) and ``GenerationFields`` (answers). Calls
     accept ``stop``, ``max_tokens``, ``temperature``, ``top_p``, ``top_k``, ``seed``, ``mode``,
     ``recipe`` (for comparisons), ``chat_template_kwargs`` and the arguments of transformers'
-    ``generate``. Other arguments raise an error. For tools, see ``bind_tools``.
-
-    ``chat_template_kwargs``, in a call or in ``generate_kwargs``, are variables of the chat
-    template, such as ``enable_thinking``. The template inserts their values into the prompt as
-    trusted text, so never take them from users.
-
-    If the chat template marks reasoning with ``<think>``, it is returned in
-    ``additional_kwargs["reasoning_content"]`` and as a ``reasoning`` block of ``content_blocks``.
+    ``generate``. Other arguments raise an error. The values of ``chat_template_kwargs`` are trusted
+    text in the prompt, so never take them from users. For tools, see ``bind_tools``; for template
+    variables and reasoning, ``docs/guides/settings.md``.
 
     ``usage_metadata["input_token_details"]`` counts the prompt tokens that were read from the store
     (``cache_read``) or computed (``cache_creation``). ``response_metadata["block_attention"]``
@@ -74,11 +74,13 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
         chat.invoke([("system", format_blocks(documents)), ("human", "Where is Lake Bon?")])
     """
 
-    prompt_options: ClassVar[tuple[str, ...]] = ("chat_template_kwargs", *TOOL_OPTIONS)
-
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
+        if self.recognize:
+            self.source.check_recognizes()
         self.source.load()
+        if self.profile is None:
+            self.profile = profile_of(self.source)
 
     @classmethod
     def from_model_id(
@@ -92,10 +94,7 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
         pipeline_kwargs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> ChatBlockAttention:
-        """Create a chat model with the arguments of ``from_model_id`` in langchain-huggingface.
-
-        ``kwargs`` are additional constructor arguments.
-        """
+        """Create a chat model with the arguments of ``from_model_id`` in langchain-huggingface."""
         if task != "text-generation":
             raise ValueError(f"Unsupported task {task!r}: expected 'text-generation'")
         if isinstance(device, int):
@@ -103,22 +102,21 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
         options = dict(pipeline_kwargs or {})
         if options.pop("return_full_text", False):
             raise ValueError("Unsupported return_full_text=True: answers never include the prompt")
-        named = ("max_new_tokens", "temperature", "stop")
-        own = {} if device is None and device_map is None else {"device": device or device_map}
-        arguments = {
-            "model_name": model_id,
-            "model_kwargs": {**own, **(model_kwargs or {})},
-            **{name: options.pop(name) for name in named if name in options},
-            "generate_kwargs": options,
-        }
-        return cls(**{**arguments, **kwargs})
+        if device or device_map:
+            model_kwargs = {"device": device or device_map, **(model_kwargs or {})}
+        named = [name for name in ("max_new_tokens", "temperature", "stop") if name in options]
+        fields = {name: options.pop(name) for name in named}
+        fields |= {"model": model_id, "model_kwargs": model_kwargs, "generate_kwargs": options}
+        return cls(**{**fields, **kwargs})
 
     @property
     def _llm_type(self) -> str:
         return "blockattn-rag-chat"
 
-    def _resolve_model_profile(self) -> ModelProfile:
-        return cast(ModelProfile, SourceProfile(self.source))
+    def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
+        params = super()._get_ls_params(stop=stop or self.stop, **kwargs)
+        params["ls_provider"] = PROVIDER
+        return params
 
     def bind_tools(
         self,
@@ -133,29 +131,26 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
 
         Args:
             tools: Functions, pydantic classes, OpenAI tool definitions, or LangChain tools.
-            tool_choice: ``"auto"``: the model may call tools. ``"any"``, ``"required"`` or True:
-                the model must call a tool. A tool's name: the model must call this tool.
-                ``"none"``: the model must not call tools. A grammar enforces required calls, which
-                needs the extra ``structured``. Default: ``"auto"``.
+            tool_choice: ``"auto"`` (default): the model may call tools. ``"any"``, ``"required"``
+                or True: it must call a tool. A tool's name: it must call this tool. ``"none"``: it
+                must not call tools. A grammar enforces required calls (extra ``structured``).
             parallel_tool_calls: If False, an answer has at most one call.
             strict: Value of ``strict`` in the tool definitions.
             kwargs: Additional call options. With ``tool_calls="constrained"``, a grammar constrains
-                the answer to either text or valid calls from the first token on. This needs the
-                extra ``structured``.
+                the answer to either text or valid calls.
 
         Raises:
-            ValueError: The chat template does not support tools and no call is required, or
-                ``tool_choice`` or ``tool_calls`` is invalid.
+            ValueError: The chat template does not support tools, or an option is invalid.
         """
-        definitions = [convert_to_openai_tool(tool, strict=strict) for tool in tools]
-        choice = tool_choice
-        if isinstance(choice, str) and choice not in {"auto", "none", "any", "required"}:
-            choice = {"type": "function", "function": {"name": choice}}
-        bound = {"tool_choice": choice, "parallel_tool_calls": parallel_tool_calls}
-        bound = {name: value for name, value in bound.items() if value is not None}
-        # Raises an error if an option is invalid.
-        tools_of(self, {**kwargs, "tools": definitions, **bound})
-        return self.bind(tools=definitions, **bound, **kwargs)
+        options = {
+            "tools": [convert_to_openai_tool(tool, strict=strict) for tool in tools],
+            "tool_choice": tool_choice,
+            "parallel_tool_calls": parallel_tool_calls,
+            **kwargs,
+        }
+        options = {name: value for name, value in options.items() if value is not None}
+        tools_of(self, options)  # Raises an error if an option is invalid.
+        return self.bind(**options)
 
     def with_structured_output(
         self,
@@ -177,25 +172,20 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
                 OpenAI tool, for which dicts are returned.
             method: ``"json_schema"``: the answer is the object. ``"json_mode"``: the same, but the
                 schema is optional. ``"function_calling"``: the model must call a tool whose
-                arguments are the object; same as ``"json_schema"`` if the chat template does not
-                support tools.
-            include_raw: Whether to return ``{"raw": message, "parsed": object, "parsing_error":
-                error}``.
-            strict: Value of ``strict`` in requests to a server. Answers always match the schema.
-            kwargs: Ignored.
+                arguments are the object, if the chat template supports tools.
+            include_raw: Whether to return a dict with ``raw``, ``parsed`` and ``parsing_error``.
+            strict: Has no effect, because answers always match the schema.
 
         Raises:
             IncompleteAnswerError: Raised by calls if the answer was cut off.
             GrammarError: Raised by calls if the schema cannot be compiled.
-            TypeError: An argument is unknown.
         """
         check_known(type(self), kwargs, ["schema", "method", "include_raw", "strict"])
-        supports_tools = tool_template(self.source.tokenizer.tokenizer) is not None
         return structured_chat(
             self,
             schema,
             method,
-            supports_tools=supports_tools,
+            supports_tools=tool_template(self.source.tokenizer.tokenizer) is not None,
             include_raw=include_raw,
             strict=strict,
         )
@@ -210,15 +200,11 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
         """Convert messages to blocks with the model's chat template.
 
         Args:
-            messages: Messages of a conversation.
-            tools: See ``bind_tools``.
-            chat_template_kwargs: Variables of the chat template, in addition to those in
-                ``generate_kwargs``.
+            tools, chat_template_kwargs: As in a call.
 
         Raises:
-            ValueError: The model has no chat template, the template ignores one of
-                ``chat_template_kwargs`` or does not support tools, or a message has non-text
-                content.
+            ValueError: The chat template does not support the variables or tools, or is missing, or
+                a message has non-text content.
         """
         definitions = [convert_to_openai_tool(tool) for tool in tools or ()]
         tools_in_use = tools_of(self, {"tools": definitions})
@@ -230,20 +216,16 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
         messages: Sequence[BaseMessage],
         chat_template_kwargs: Mapping[str, Any] | None,
     ) -> BlockPrompt:
-        if not has_chat_template(self.source.tokenizer.tokenizer):
+        tokenizer = self.source.tokenizer.tokenizer
+        if not has_chat_template(tokenizer):
             raise ValueError(
                 f"The tokenizer of {self.model_name} has no chat template: set its chat_template. "
                 "For a base model, a template that joins the messages' contents is enough"
             )
         variables = template_variables(self, chat_template_kwargs)
-        spans = chat_spans(self, chat_turns(messages), tools, variables)
+        turns = template_messages(chat_turns(messages))
+        spans = prompt_spans(tokenizer, turns, tools, **variables)
         return self.source.prompt_of(spans, self.block_template, recognize=self.recognize)
-
-    def engine_options(self, stop: list[str] | None, call: dict[str, Any]) -> dict[str, Any]:
-        options, tools = super().engine_options(stop, call), tools_of(self, call)
-        if tools is None:
-            return options
-        return tools.engine_options(self.source.tokenizer.tokenizer, options)
 
     def get_token_ids(self, text: str) -> list[int]:
         if self.custom_get_token_ids is not None:
@@ -262,8 +244,7 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        exchange = self._exchange(messages, stop, kwargs)
-        return chat_result(exchange.answer(self._group_of(exchange)), self.model_name)
+        return chat_result(self._exchange(messages, stop, kwargs).answer(), self.model_name)
 
     async def _agenerate(
         self,
@@ -272,25 +253,45 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        exchange = self._exchange(messages, stop, kwargs)
-        return chat_result(await exchange.aanswer(self._group_of(exchange)), self.model_name)
+        step = await self._exchange(messages, stop, kwargs).aanswer()
+        return chat_result(step, self.model_name)
 
-    def _group_of(self, exchange: Exchange) -> Group | None:
-        """Return the batch that the call belongs to, if any."""
-        return Group.of_this_call((self.source, exchange.options))
+    def _stream(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: CallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> Iterator[ChatGenerationChunk]:
+        with closing(self._exchange(messages, stop, kwargs).stream(self._chunk)) as chunks:
+            for chunk in chunks:
+                if run_manager:
+                    run_manager.on_llm_new_token(chunk.text, chunk=chunk)
+                yield chunk
 
-    def _exchange(self, given: Any, stop: list[str] | None, call: dict[str, Any]) -> Exchange:
-        tools, variables = tools_of(self, call), call.get("chat_template_kwargs")
-        make_prompt = partial(self._prompt_with, tools, given, variables)
-        parser = None
-        if tools is not None:
-            options = super().engine_options(stop, call)
-            parser = tools.parser(self.source.tokenizer.tokenizer, options)
-        return Exchange(self.source, make_prompt, self.engine_options(stop, call), parser)
+    async def _astream(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> AsyncIterator[ChatGenerationChunk]:
+        async with aclosing(self._exchange(messages, stop, kwargs).astream(self._chunk)) as chunks:
+            async for chunk in chunks:
+                if run_manager:
+                    await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
+                yield chunk
+
+    def _exchange(
+        self, messages: Sequence[BaseMessage], stop: list[str] | None, call: dict[str, Any]
+    ) -> Exchange:
+        tools = tools_of(self, call)
+        variables = call.get("chat_template_kwargs")
+        make_prompt = partial(self._prompt_with, tools, messages, variables)
+        return Exchange(self.source, make_prompt, self.engine_options(stop, call), tools)
 
     def _chunk(self, step: Step) -> ChatGenerationChunk:
-        is_v1 = getattr(self, "output_version", None) == "v1"
-        return chat_chunk(step, self.model_name, is_v1=is_v1)
+        return chat_chunk(step, self.model_name, is_v1=self.output_version == "v1")
 
     def batch(
         self,
@@ -300,11 +301,10 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
         return_exceptions: bool = False,
         **kwargs: Any,
     ) -> list[AIMessage]:
-        """Answer several inputs. Concurrent inputs share the model's forward passes.
+        """Answer several inputs, which share the model's forward passes.
 
-        Each input has a separate config, callbacks, cache lookup and error. ``max_concurrency`` in
-        the config limits the batch size (default: 16). Inputs with a ``seed`` are answered one by
-        one, so that the answers are identical to those of single calls.
+        ``max_concurrency`` in the config limits the batch size (default: 16). Inputs with a
+        ``seed`` are answered one by one, so that their answers are those of single calls.
         """
         at_once = _at_once(inputs, config)
         batch = super().batch
@@ -347,52 +347,31 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
         return await gather_with_concurrency(at_once, *answers)
 
     def _group(self, calls: int, at_once: int, call: dict[str, Any]) -> Group | None:
-        """Create the group for concurrent calls, or return None if they are answered one by one."""
-        own = {name: value for name, value in call.items() if name != "stop"}
-        options = self.engine_options(call.get("stop"), own)
-        if at_once < 2 or options.get("seed") is not None:
+        exchange = self._exchange([], call.get("stop"), call)
+        if at_once < 2 or exchange.options.get("seed") is not None:
             return None
-        return Group((self.source, options), calls, at_once)
+        return Group(exchange.group_key, calls, at_once)
+
+    def with_fallbacks(self, fallbacks: Sequence[Runnable[Any, Any]], **kwargs: Any) -> Any:
+        """Like ``Runnable.with_fallbacks``, but removes block markers for models of other packages.
+
+        Call it on the model itself: ``bind``, ``with_config`` and ``with_retry`` return LangChain
+        runnables, whose ``with_fallbacks`` keeps the markers.
+        """
+        cleaned = [
+            other if _is_own(other) else RunnableLambda(without_markers) | other
+            for other in fallbacks
+        ]
+        return super().with_fallbacks(cleaned, **kwargs)
+
+
+def _is_own(runnable: Any) -> bool:
+    while isinstance(runnable, RunnableBindingBase):
+        runnable = runnable.bound
+    return isinstance(runnable, ChatBlockAttention)
 
 
 def _at_once(inputs: list[LanguageModelInput], config: Configs) -> int:
     first = config[0] if isinstance(config, list) and config else config
     limit = first.get("max_concurrency") if isinstance(first, dict) else None
     return min(len(inputs), limit or MAX_BATCH)
-
-
-class SourceProfile(UserDict[str, Any]):
-    """Model profile that is read on first use.
-
-    It is lazy because LangChain sets the profile before the model is loaded, and because no request
-    must be sent to a server before the first call.
-    """
-
-    def __init__(self, source: EngineSource) -> None:
-        self._source = source
-
-    @cached_property
-    def data(self) -> ModelProfile:  # type: ignore[override]
-        tokenizer = self._source.tokenizer.tokenizer
-        calls_tools = tool_template(tokenizer) is not None
-        holds = self._source.follows_grammars
-        return ModelProfile(
-            max_input_tokens=self._source.max_context_tokens,
-            open_weights=True,
-            text_inputs=True,
-            image_inputs=False,
-            audio_inputs=False,
-            video_inputs=False,
-            text_outputs=True,
-            image_outputs=False,
-            audio_outputs=False,
-            video_outputs=False,
-            reasoning_output=marks_thoughts(tokenizer),
-            tool_calling=calls_tools,
-            tool_choice=calls_tools and holds,
-            tool_call_streaming=calls_tools,
-            structured_output=holds,
-        )
-
-    def __bool__(self) -> bool:
-        return True  # Otherwise, bool() would call len(), which loads the model.

@@ -32,8 +32,7 @@ class BlockDocumentPrompt(StringPromptTemplate):
     ``create_retriever_tool``. Retrieved documents are not modified.
 
     Args:
-        document_prompt: Prompt that formats a document. Surrounding white space is removed.
-            Default: the document's ``page_content``.
+        document_prompt: Prompt that formats a document. Default: its ``page_content``.
 
     Example::
 
@@ -87,7 +86,6 @@ class BlockDocumentPrompt(StringPromptTemplate):
 
 
 def as_block_prompt(document_prompt: BasePromptTemplate[str] | None) -> BlockDocumentPrompt:
-    """Convert a document prompt, or None for the default, to a ``BlockDocumentPrompt``."""
     if isinstance(document_prompt, BlockDocumentPrompt):
         return document_prompt
     if document_prompt is None:
@@ -106,8 +104,7 @@ def format_blocks(
 
     Args:
         documents: Documents in prompt order. Empty documents are omitted.
-        document_prompt: Prompt that formats one document. Default: the document's
-            ``page_content``.
+        document_prompt: Prompt that formats one document. Default: its ``page_content``.
     """
     prompt = as_block_prompt(document_prompt)
     texts = (format_document(document, prompt) for document in documents)
@@ -118,14 +115,12 @@ class BlockKVCompressor(BaseDocumentCompressor):
     """Sets the handle of each retrieved document to that of its current text.
 
     Use it in ``ContextualCompressionRetriever``. Returns all documents, with their full text. Stale
-    handles are replaced and logged. Answers are correct either way, but stale handles indicate one
-    of two problems. If the text was replaced in the vector store without ingestion, ``store gc``
-    uses wrong handles. If an earlier step shortens documents, their text differs for every
-    question, so they are never reused.
+    handles are replaced and logged. Answers are correct either way, but if the text was replaced in
+    the vector store without ingestion, ``store gc`` uses wrong handles, and if an earlier step
+    shortens documents for each question, they are never reused.
 
     Args:
         document_prompt: Prompt that formats one document. The chain must use the same prompt.
-            Default: the document's ``page_content``.
     """
 
     document_prompt: DocumentPromptField = Field(default_factory=BlockDocumentPrompt)

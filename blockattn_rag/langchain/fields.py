@@ -1,35 +1,31 @@
-"""Pydantic fields of components with an engine, and of language models.
-
-LangChain copies, configures and pickles components through their fields, so the engine source is
-also a field.
-"""
+"""Pydantic fields of components with an engine, and of language models."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import aclosing, closing
-from typing import Any, ClassVar, Self, cast
+from importlib.util import find_spec
+from typing import Any, ClassVar
 
-from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
-from langchain_core.language_models.base import LangSmithParams
-from langchain_core.runnables import Runnable, RunnableLambda
-from langchain_core.runnables.base import RunnableBindingBase
+from langchain_core.language_models.model_profile import ModelProfile
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from blockattn_rag.adapters.arguments import check_known
-from blockattn_rag.adapters.engine_source import EngineSource
-from blockattn_rag.adapters.exchange import Exchange, Step
-from blockattn_rag.adapters.server_source import ServerSource
+from blockattn_rag.adapters.sources import EngineSource, Source
 from blockattn_rag.engine.engine import BlockAttentionEngine
-from blockattn_rag.langchain.messages import PROVIDER, without_markers
+from blockattn_rag.output import tool_template
+from blockattn_rag.output.answers import marks_thoughts
+from blockattn_rag.output.tool_use import TOOL_OPTIONS
 from blockattn_rag.prompts.blocks import BlockTemplate
 from blockattn_rag.prompts.formats import BLANK_LINE
 from blockattn_rag.prompts.recognition import Recognize
 
-_SOURCE_FIELDS = ("model_name", "kv_store", "model_kwargs", "recipe")
-_ALIASES = {"model": "model_name"}
+_SOURCE_ARGUMENTS = ("engine", "model_name", "kv_store", "model_kwargs", "recipe")
 _OF_CLIENTS = ("timeout", "max_retries")
+# Call options that affect the prompt or LangChain. All others go to the engine.
+_NOT_FOR_ENGINES = {
+    *TOOL_OPTIONS,
+    *("chat_template_kwargs", "stream", "ls_structured_output_format"),
+}
 
 
 class SourceFields(BaseModel):
@@ -46,11 +42,6 @@ class SourceFields(BaseModel):
         model_kwargs: Arguments for loading the model, such as ``dtype``, ``device`` or
             ``tokenizer`` (an object, name or path).
         block_template: Text around each passage. Ingestion and answers must use the same template.
-            The LlamaIndex adapter has the same default, so both adapters can share stored passages.
-
-    Raises:
-        ValueError: No model was passed, or several were.
-        TypeError: An argument is unknown.
     """
 
     model_config = ConfigDict(
@@ -68,32 +59,31 @@ class SourceFields(BaseModel):
     model_kwargs: dict[str, Any] = Field(default_factory=dict)
     block_template: BlockTemplate = BLANK_LINE
     recipe: str = "auto"
-    source: EngineSource | ServerSource = Field(exclude=True, repr=False)
-    """Source of the model. Copies of a component share it, and thereby the weights."""
+    source: Source = Field(exclude=True, repr=False)
+    """A field, because LangChain copies components by their fields. Copies share the weights."""
 
     @model_validator(mode="before")
     @classmethod
     def _find_source(cls, values: dict[str, Any]) -> dict[str, Any]:
-        aliases = {field.alias for field in cls.model_fields.values() if field.alias}
-        check_known(cls, values, [*cls.model_fields, *aliases, *_ALIASES, *cls.apart])
-        fields = {_ALIASES.get(name, name): value for name, value in values.items()}
-        arguments = {name: fields.pop(name, None) for name in ("engine", *_SOURCE_FIELDS)}
+        aliases = [field.alias for field in cls.model_fields.values() if field.alias]
+        check_known(cls, values, [*cls.model_fields, *aliases, *cls.apart])
+        fields = dict(values)
+        if "model" in fields:
+            fields["model_name"] = fields.pop("model")
+        arguments = {name: fields.pop(name, None) for name in _SOURCE_ARGUMENTS}
         source = cls._source_of(fields, arguments)
         return {**fields, **source.fields(), "source": source}
 
     @classmethod
     @abstractmethod
-    def _source_of(
-        cls, fields: dict[str, Any], arguments: dict[str, Any]
-    ) -> EngineSource | ServerSource:
+    def _source_of(cls, fields: dict[str, Any], arguments: dict[str, Any]) -> Source:
         """Create the source of the model from a constructor's arguments."""
 
 
 class GenerationFields(SourceFields):
     """Fields of an in-process language model: the default options of all calls.
 
-    Options of a call override them. LangChain's standard arguments ``timeout`` and ``max_retries``
-    are accepted, but have no effect in this process.
+    LangChain's standard arguments ``timeout`` and ``max_retries`` have no effect in this process.
 
     Args:
         max_tokens (or max_new_tokens): Maximum number of tokens in an answer.
@@ -107,9 +97,6 @@ class GenerationFields(SourceFields):
             the arguments of transformers' ``generate``, and ``mode``: ``"block"`` reuses passages
             (default); ``"full"`` uses ordinary attention over the same tokens.
     """
-
-    prompt_options: ClassVar[tuple[str, ...]] = ()
-    """Call options that affect the prompt. All other options go to the engine."""
 
     apart: ClassVar[tuple[str, ...]] = ("engine", *_OF_CLIENTS)
 
@@ -126,22 +113,13 @@ class GenerationFields(SourceFields):
         for name in _OF_CLIENTS:
             fields.pop(name, None)
         given = {name: value for name, value in arguments.items() if value is not None}
-        source: EngineSource = fields.pop("source", None) or EngineSource(**given)
         # `configurable_fields` passes the old source with fields that may have changed.
-        known = source.fields()
-        if any(known.get(name) != value for name, value in given.items() if name in known):
-            return source.asking_for(given)
-        return source
+        source: EngineSource | None = fields.pop("source", None)
+        return EngineSource(**given) if source is None else source.with_fields(given)
 
     @property
     def engine(self) -> BlockAttentionEngine:
         return self.source.engine
-
-    @model_validator(mode="after")
-    def _check_recognizes(self) -> Self:
-        if self.recognize:
-            self.source.check_recognizes()
-        return self
 
     @property
     def _identifying_params(self) -> dict[str, Any]:
@@ -159,69 +137,30 @@ class GenerationFields(SourceFields):
             **self.generate_kwargs,
             **call,
         }
-        for name in ("stream", "ls_structured_output_format"):
-            # These options are for LangChain.
-            options.pop(name, None)
         if "max_tokens" in options:
             options["max_new_tokens"] = options.pop("max_tokens")
         options["stop"] = self.stop if stop is None else stop
-        return {name: value for name, value in options.items() if name not in self.prompt_options}
-
-    def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
-        params: LangSmithParams = super()._get_ls_params(  # type: ignore[misc]
-            stop=stop or self.stop, **kwargs
-        )
-        params["ls_provider"] = PROVIDER
-        return params
-
-    @abstractmethod
-    def _exchange(self, given: Any, stop: list[str] | None, call: dict[str, Any]) -> Exchange: ...
-
-    @abstractmethod
-    def _chunk(self, step: Step) -> Any: ...
-
-    def _stream(
-        self,
-        given: Any,
-        stop: list[str] | None = None,
-        run_manager: CallbackManagerForLLMRun | None = None,
-        **kwargs: Any,
-    ) -> Iterator[Any]:
-        with closing(self._exchange(given, stop, kwargs).stream()) as steps:
-            for chunk in map(self._chunk, steps):
-                if run_manager:
-                    run_manager.on_llm_new_token(chunk.text, chunk=chunk)
-                yield chunk
-
-    async def _astream(
-        self,
-        given: Any,
-        stop: list[str] | None = None,
-        run_manager: AsyncCallbackManagerForLLMRun | None = None,
-        **kwargs: Any,
-    ) -> AsyncIterator[Any]:
-        async with aclosing(self._exchange(given, stop, kwargs).astream()) as steps:
-            async for step in steps:
-                chunk = self._chunk(step)
-                if run_manager:
-                    await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
-                yield chunk
-
-    def with_fallbacks(self, fallbacks: Sequence[Runnable[Any, Any]], **kwargs: Any) -> Any:
-        """Like ``Runnable.with_fallbacks``, but removes block markers for models of other packages.
-
-        Call it on the model itself: ``bind``, ``with_config`` and ``with_retry`` return LangChain
-        runnables, whose ``with_fallbacks`` keeps the markers.
-        """
-        cleaned = [
-            other if _is_own(other) else RunnableLambda(without_markers) | other
-            for other in fallbacks
-        ]
-        return Runnable.with_fallbacks(cast(Runnable[Any, Any], self), cleaned, **kwargs)
+        return {name: value for name, value in options.items() if name not in _NOT_FOR_ENGINES}
 
 
-def _is_own(runnable: Any) -> bool:
-    """Whether this is a model of this package, with or without bound options."""
-    while isinstance(runnable, RunnableBindingBase):
-        runnable = runnable.bound
-    return isinstance(runnable, GenerationFields)
+def profile_of(source: EngineSource) -> ModelProfile:
+    tokenizer = source.tokenizer.tokenizer
+    calls_tools = tool_template(tokenizer) is not None
+    follows_grammars = find_spec("llguidance") is not None
+    return ModelProfile(
+        max_input_tokens=source.engine.model.max_context_tokens,
+        open_weights=True,
+        text_inputs=True,
+        image_inputs=False,
+        audio_inputs=False,
+        video_inputs=False,
+        text_outputs=True,
+        image_outputs=False,
+        audio_outputs=False,
+        video_outputs=False,
+        reasoning_output=marks_thoughts(tokenizer),
+        tool_calling=calls_tools,
+        tool_choice=calls_tools and follows_grammars,
+        tool_call_streaming=calls_tools,
+        structured_output=follows_grammars,
+    )

@@ -10,9 +10,8 @@ from langchain_core.embeddings import Embeddings
 from pydantic import Field, PrivateAttr
 
 from blockattn_rag.adapters.arguments import check_items
-from blockattn_rag.adapters.engine_source import EngineSource, source_of, source_with
 from blockattn_rag.adapters.hashed_embedding import hashed_vectors
-from blockattn_rag.adapters.server_source import ServerSource
+from blockattn_rag.adapters.sources import Source, ingestion_source
 from blockattn_rag.engine.ingest import EncodeStats
 from blockattn_rag.langchain.documents import BlockDocumentPrompt, DocumentPromptField
 from blockattn_rag.langchain.fields import SourceFields
@@ -23,22 +22,18 @@ class BlockKVTransformer(SourceFields, BaseDocumentTransformer):
     """Ingestion step that encodes documents as blocks, stores their KV, and adds their handles.
 
     Put it after the splitter and before the vector store. Blocks that are already stored are
-    skipped. Each batch is stored as soon as it is encoded, so an interrupted run continues where it
-    stopped. Returned documents are copies with ``metadata["kv_handle"]`` and
-    ``metadata["kv_source"]`` if they have text.
+    skipped, also those of an interrupted run. Returned documents are copies with
+    ``metadata["kv_handle"]`` and ``metadata["kv_source"]`` if they have text.
 
     Args:
         model, engine, kv_store, block_template, recipe, ...: See ``SourceFields``.
-        llm: Chat model, with or without bound options, whose model, store, template and recipe to
-            use. Replaces the above.
+        llm: Chat model whose model and settings to use. Replaces the above.
         server: Address of a server that encodes the documents into its own store, such as
             ``"http://gpu:8000"``, or a list of servers that share a store. Replaces the above.
-        journal: Folder that records which server stored which passage; recorded passages are
-            skipped (see ``ServerPool``). Only with ``server``.
-        api_key: API key of the server. It is not a field, so it is neither printed nor pickled.
-            Default: the environment variable ``BLOCKATTN_RAG_API_KEY``.
+        journal: Folder that records which server stored which passage (see ``ServerPool``).
+        api_key: API key of the server. Neither printed nor pickled. Default: the environment
+            variable ``BLOCKATTN_RAG_API_KEY``.
         document_prompt: Prompt that formats one document. The chain must use the same prompt.
-            Default: the document's ``page_content``.
         show_progress: Whether to show a progress bar.
 
     Example::
@@ -60,15 +55,11 @@ class BlockKVTransformer(SourceFields, BaseDocumentTransformer):
         super().__init__(**arguments)
 
     @classmethod
-    def _source_of(
-        cls, fields: dict[str, Any], arguments: dict[str, Any]
-    ) -> EngineSource | ServerSource:
+    def _source_of(cls, fields: dict[str, Any], arguments: dict[str, Any]) -> Source:
         llm = fields.pop("llm", None)
-        served = [fields.pop(name, None) for name in ("server", "api_key", "journal")]
-        if llm is None:
-            return source_with(*served, **arguments)
         fields.setdefault("block_template", getattr(llm, "block_template", BLANK_LINE))
-        return source_of(llm, "ChatBlockAttention", *served, *arguments.values())
+        served = {name: fields.pop(name, None) for name in ("server", "api_key", "journal")}
+        return ingestion_source(llm, "ChatBlockAttention", **served, **arguments)
 
     @property
     def stats(self) -> EncodeStats | None:
@@ -87,13 +78,9 @@ class BlockKVTransformer(SourceFields, BaseDocumentTransformer):
 
 
 class HashingEmbeddings(Embeddings):
-    """Embedding model that counts hashed words and character n-grams, as unit vectors.
+    """Embedding model that counts hashed words and character n-grams, and needs no download.
 
-    Deterministic, and needs no download, but matches only passages that share words with the
-    question. Use a real embedding model in production.
-
-    Args:
-        dimensions: Length of the vectors.
+    It matches only passages that share words with the question. Do not use it in production.
     """
 
     def __init__(self, dimensions: int = 2048) -> None:

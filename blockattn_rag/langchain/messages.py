@@ -27,7 +27,6 @@ from langchain_core.prompt_values import ChatPromptValue, PromptValue, StringPro
 
 from blockattn_rag.adapters.exchange import ChatTurn, Step
 from blockattn_rag.adapters.handles import HANDLE_KEY
-from blockattn_rag.engine.results import Generation
 from blockattn_rag.output import InvalidToolCall, ToolCall
 from blockattn_rag.prompts.markers import own_markers, strip_markers, wrap
 
@@ -89,10 +88,8 @@ def _text_of(message: BaseMessage) -> str:
 
 
 def _marked(content: str, artifact: Any) -> str:
-    """Add block markers to the passages in a retrieval tool's result.
-
-    The message's artifact contains the documents (``response_format="content_and_artifact"``).
-    """
+    """Add block markers to the passages in a retrieval tool's result, whose documents are in its
+    artifact."""
     documents = artifact if isinstance(artifact, (list, tuple)) else ()
     marked, position = "", 0
     for document in documents:
@@ -122,10 +119,8 @@ def _text_of_part(part: str | dict[str, Any], message: BaseMessage) -> str:
 
 def chat_result(step: Step, model_name: str | None) -> ChatResult:
     """Convert a complete answer. Reasoning is in ``additional_kwargs["reasoning_content"]``."""
-    answer = step.output
-    assert isinstance(answer, Generation)
     message = AIMessage(
-        **_content(step),
+        **_fields(step, model_name),
         tool_calls=[
             tool_call(name=call.name, args=call.arguments, id=call.id) for call in step.calls
         ],
@@ -133,83 +128,64 @@ def chat_result(step: Step, model_name: str | None) -> ChatResult:
             invalid_tool_call(name=call.name, args=call.text, id=call.id, error=call.error)
             for call in step.invalid
         ],
-        **_figures(answer, model_name),
     )
-    ending = {"finish_reason": answer.finish_reason}
-    return ChatResult(generations=[ChatGeneration(message=message, generation_info=ending)])
+    return ChatResult(generations=[ChatGeneration(message=message, generation_info=_ending(step))])
 
 
 def chat_chunk(step: Step, model_name: str | None, *, is_v1: bool) -> ChatGenerationChunk:
-    """Convert a step of a streamed answer.
-
-    Only the last chunk has usage metadata, because LangChain sums the metadata of all chunks.
-    """
-    first = _FIRST_CALL_OF_V1 if is_v1 else 0
-    calls: list[ToolCall | InvalidToolCall] = [*step.calls, *step.invalid]
-    fields = _content(step)
+    """Convert a step of a stream. Only the last has usage metadata, because LangChain sums it."""
     # Send each call in one chunk, because LangChain completes the JSON of partial arguments.
-    fields["tool_call_chunks"] = [
-        tool_call_chunk(
-            name=call.name,
-            # Invalid calls must not parse as JSON, or LangChain would treat them as valid.
-            args=json.dumps(call.arguments, ensure_ascii=False)
-            if isinstance(call, ToolCall)
-            else f"{call.error}: {call.text}",
-            id=call.id,
-            index=index,
-        )
-        for index, call in enumerate(calls, first)
+    # Invalid calls must not parse as JSON, or LangChain would treat them as valid.
+    calls: list[tuple[ToolCall | InvalidToolCall, str]] = [
+        (call, json.dumps(call.arguments, ensure_ascii=False)) for call in step.calls
     ]
-    if (answer := step.generation) is None:
-        return ChatGenerationChunk(message=AIMessageChunk(**fields))
-    message = AIMessageChunk(**fields, chunk_position="last", **_figures(answer, model_name))
-    ending = {"finish_reason": answer.finish_reason}
-    return ChatGenerationChunk(message=message, generation_info=ending)
+    calls += [(call, f"{call.error}: {call.text}") for call in step.invalid]
+    message = AIMessageChunk(
+        **_fields(step, model_name),
+        tool_call_chunks=[
+            tool_call_chunk(name=call.name, args=arguments, id=call.id, index=index)
+            for index, (call, arguments) in enumerate(calls, _FIRST_CALL_OF_V1 if is_v1 else 0)
+        ],
+        chunk_position="last" if step.generation else None,
+    )
+    return ChatGenerationChunk(message=message, generation_info=_ending(step))
 
 
-def _content(step: Step) -> dict[str, Any]:
+def _ending(step: Step) -> dict[str, Any] | None:
+    return {"finish_reason": step.generation.finish_reason} if step.generation else None
+
+
+def _fields(step: Step, model_name: str | None) -> dict[str, Any]:
+    """Return the fields that complete messages and chunks share."""
     thoughts = {"reasoning_content": step.thoughts} if step.thoughts else {}
-    return {"content": step.text, "additional_kwargs": thoughts}
-
-
-def _figures(answer: Generation, model_name: str | None) -> dict[str, Any]:
-    """Return ``usage_metadata`` and ``response_metadata`` of a complete answer.
-
-    ``cache_read`` counts tokens read from the store, and ``cache_creation`` computed tokens.
-    """
-    stats = answer.stats
+    fields: dict[str, Any] = {"content": step.text, "additional_kwargs": thoughts}
+    if step.generation is None:
+        return fields
+    stats = step.generation.stats
     computed = stats.computed_tokens if stats.mode == "block" else 0
-    details = InputTokenDetails(cache_read=stats.reused_tokens, cache_creation=computed)
-    usage = UsageMetadata(
+    fields["usage_metadata"] = UsageMetadata(
         input_tokens=stats.prompt_tokens,
         output_tokens=stats.generated_tokens,
         total_tokens=stats.prompt_tokens + stats.generated_tokens,
-        input_token_details=details,
+        input_token_details=InputTokenDetails(
+            cache_read=stats.reused_tokens, cache_creation=computed
+        ),
     )
-    return {"usage_metadata": usage, "response_metadata": metadata_of(answer, model_name)}
-
-
-def metadata_of(generation: Generation, model_name: str | None) -> dict[str, Any]:
-    """Return ``response_metadata``: model, finish reason and reuse statistics."""
-    return {
+    fields["response_metadata"] = {
         "model_name": model_name or "unknown",
         "model_provider": PROVIDER,
-        "finish_reason": generation.finish_reason,
-        "block_attention": asdict(generation.stats),
+        "finish_reason": step.generation.finish_reason,
+        "block_attention": asdict(stats),
     }
+    return fields
 
 
 def without_markers(value: Any) -> Any:
-    """Remove all block markers from a prompt or messages.
-
-    For other models, user interfaces and logs: ``RunnableLambda(without_markers) | other_model``.
+    """Remove all block markers from a prompt or messages, for other models, interfaces and logs.
 
     Args:
         value: String, prompt value, message, or list of messages in any format that chat models
             accept.
-
-    Raises:
-        TypeError: The value has another type.
     """
     if isinstance(value, str):
         return strip_markers(value)
@@ -228,7 +204,6 @@ def without_markers(value: Any) -> Any:
 
 
 def _cleaned(value: Any) -> Any:
-    """Remove block markers from all strings in a nested value."""
     if isinstance(value, str):
         return strip_markers(value)
     if isinstance(value, dict):

@@ -33,8 +33,8 @@ def served_llm(
             ``max_tokens=256``.
 
     Raises:
-        ServingError: The server is unreachable, does not have this package's connector, or has
-            another marker key.
+        ServingError: The server is unreachable, lacks this package's connector, or has another
+            marker key.
     """
     client = ServerClient(url, api_key)
     client.check_markers()

@@ -41,40 +41,36 @@ def structured_chat(
         raise ValueError(
             f"The method {method!r} requires a schema; only json_mode works without one"
         )
-    asked: dict[str, Any] = {"type": "json_object"}
-    if schema is not None:
-        named = named_schema(schema)
-        asked = {"type": "json_schema", "json_schema": named}
-        if strict is not None:
-            named["strict"] = strict
     format_info = {"kwargs": {"method": method, "strict": strict}, "schema": schema}
+    named = None if schema is None else named_schema(schema)
     model: Runnable[LanguageModelInput, AIMessage]
-    if method == "function_calling" and supports_tools:
-        tool = _as_tool(named_schema(schema))
+    if named and method == "function_calling" and supports_tools:
+        function = {
+            "name": named["name"],
+            "description": named["schema"].get("description", ""),
+            "parameters": named["schema"],
+        }
         model = chat.bind_tools(
-            [tool],
-            tool_choice=tool["function"]["name"],
+            [{"type": "function", "function": function}],
+            tool_choice=named["name"],
             parallel_tool_calls=False,
             strict=strict,
             ls_structured_output_format=format_info,
         )
     else:
+        asked: dict[str, Any] = {"type": "json_object"}
+        if named:
+            form = named if strict is None else {**named, "strict": strict}
+            asked = {"type": "json_schema", "json_schema": form}
         model = chat.bind(response_format=asked, ls_structured_output_format=format_info)
-    parser: BaseCumulativeTransformOutputParser[Any]
+    parser: BaseCumulativeTransformOutputParser[Any] = _CompleteJson()
     if isinstance(schema, type) and is_basemodel_subclass(schema):
         parser = _CompletePydantic(pydantic_object=schema)
-    else:
-        parser = _CompleteJson()
     return _with_raw(model, parser) if include_raw else model | parser
 
 
 def named_schema(schema: Any) -> dict[str, Any]:
-    """Convert any schema that LangChain accepts to a JSON schema with a name.
-
-    Args:
-        schema: Pydantic class, TypedDict, JSON schema, or a function, tool or response format of
-            OpenAI's API.
-    """
+    """Convert any schema that LangChain accepts to a JSON schema with a name."""
     if isinstance(schema, type) and is_basemodel_subclass(schema):
         # Use pydantic, because LangChain's conversion inlines references, even recursive ones.
         pydantic: Any = schema  # Class of pydantic 1 or 2.
@@ -86,7 +82,6 @@ def named_schema(schema: Any) -> dict[str, Any]:
             return {"name": definition.get("name", "answer"), "schema": dict(definition["schema"])}
         if "name" not in definition and definition.get("type") != "function":
             return {"name": definition.get("title", "answer"), "schema": dict(definition)}
-    if isinstance(schema, Mapping):
         schema = schema.get("function", schema)  # Unwrap a tool.
     try:
         function = convert_to_openai_function(schema)
@@ -97,12 +92,6 @@ def named_schema(schema: Any) -> dict[str, Any]:
             f"({error})"
         ) from error
     return {"name": function["name"], "schema": function["parameters"]}
-
-
-def _as_tool(named: dict[str, Any]) -> dict[str, Any]:
-    schema = named["schema"]
-    function = {"name": named["name"], "description": schema.get("description", "")}
-    return {"type": "function", "function": {**function, "parameters": schema}}
 
 
 def _with_raw(model: Runnable[Any, BaseMessage], parser: Any) -> Runnable[Any, Any]:

@@ -1,12 +1,4 @@
-"""LlamaIndex adapter: an LLM, an ingestion step and a postprocessor.
-
-Names are imported lazily::
-
-    from blockattn_rag.llama_index import BlockAttentionLLM, BlockKVPostprocessor
-
-    llm = BlockAttentionLLM(model_name="bundled", kv_store="kv")
-    engine = index.as_query_engine(llm=llm, node_postprocessors=[BlockKVPostprocessor()])
-"""
+"""LlamaIndex adapter: an LLM, an ingestion step and a postprocessor, imported lazily."""
 
 from __future__ import annotations
 

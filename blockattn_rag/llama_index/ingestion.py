@@ -21,8 +21,8 @@ from llama_index.core.schema import (
 )
 
 from blockattn_rag.adapters.arguments import check_items, check_known
-from blockattn_rag.adapters.engine_source import source_of, source_with
 from blockattn_rag.adapters.hashed_embedding import hashed_vectors
+from blockattn_rag.adapters.sources import ingestion_source
 from blockattn_rag.engine.engine import BlockAttentionEngine
 from blockattn_rag.engine.find_recipe import AUTO, RecipeLike
 from blockattn_rag.engine.ingest import EncodeStats
@@ -37,8 +37,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("blockattn_rag")
 
-_NO_FIELDS = ("fingerprint", "store", "namespace", "encoding")
-"""Keys that ``to_dict`` returns in addition to fields."""
 _LONG = 8000
 """Characters of a long passage: about twice the default chunk size of LlamaIndex's splitter."""
 
@@ -46,52 +44,39 @@ _LONG = 8000
 class BlockKVTransform(SourceComponent, TransformComponent):
     """Ingestion step that encodes nodes as blocks, stores their KV, and adds their handles.
 
-    Put it after all steps that change text or metadata, before or after the embedding model. A
-    node's block is its content in ``MetadataMode.LLM``. Blocks that are already stored are skipped.
-    Each batch is stored as soon as it is encoded, so an interrupted run continues where it stopped.
-    Returned nodes are copies with ``metadata["kv_handle"]``, which is excluded from the text for
-    the LLM and the embedding model. Nodes without text are returned unchanged.
+    Put it after all steps that change text or metadata. A node's block is its content in
+    ``MetadataMode.LLM``. Blocks that are already stored are skipped, also those of an interrupted
+    run. Returned nodes are copies with ``metadata["kv_handle"]``, which is excluded from the text
+    for the LLM and the embedding model. Nodes without text are returned unchanged.
 
     With a pipeline cache, the first ingestion reads the model's weights to compute a fingerprint,
     so that cached results of other models, stores or templates are not used.
 
     Args:
-        model_name, tokenizer_name, engine, kv_store, recipe: See ``BlockAttentionLLM``.
-        model_kwargs, device_map: See ``BlockAttentionLLM``.
+        model_name, engine, kv_store, ...: See ``BlockAttentionLLM``.
         server: Address of a server that encodes the nodes into its own store, such as
             ``"http://gpu:8000"``, or a list of servers that share a store. Replaces the above.
-        journal: Folder that records which server stored which passage; recorded passages are
-            skipped (see ``ServerPool``). Only with ``server``.
+        journal: Folder that records which server stored which passage (see ``ServerPool``).
         api_key: API key of the server. Default: the environment variable ``BLOCKATTN_RAG_API_KEY``,
             which other processes also use.
-        llm: LLM whose model, store, template and recipe, or whose server, to use. Replaces the
-            above.
+        llm: LLM whose model and settings, or whose server, to use. Replaces the above.
         block_template: Text around each passage. The LLM must use the same template.
         show_progress: Whether to show a progress bar.
         hide_file_paths: Whether to exclude ``file_path`` of ``SimpleDirectoryReader`` from blocks.
-        metadata_key: Metadata key whose value replaces the node's text in prompts, such as
-            ``"window"`` of ``SentenceWindowNodeParser`` (see
-            ``MetadataReplacementPostProcessor``). Nodes without the key keep their text.
+        metadata_key: Metadata key whose value replaces the node's text, if present, as in
+            ``MetadataReplacementPostProcessor``, such as ``"window"``.
 
     Example::
 
         IngestionPipeline(transformations=[splitter, BlockKVTransform(llm=llm), embed_model])
     """
 
-    server: str | list[str] | None = Field(
-        default=None, description="Address of one or more servers that encode the nodes."
-    )
-    journal: str | None = Field(
-        default=None, description="Folder that records which server stored which passage."
-    )
-    block_template: BlockTemplate = Field(description="Text around each passage.")
-    show_progress: bool = Field(default=False, description="Show a progress bar.")
-    hide_file_paths: bool = Field(
-        default=True, description="Exclude SimpleDirectoryReader's file_path from blocks."
-    )
-    metadata_key: str | None = Field(
-        default=None, description="Metadata key whose value replaces the node's text."
-    )
+    server: str | list[str] | None = None
+    journal: str | None = None
+    block_template: BlockTemplate
+    show_progress: bool = False
+    hide_file_paths: bool = True
+    metadata_key: str | None = None
 
     _stats: EncodeStats | None = PrivateAttr(default=None)
     _has_warned: bool = PrivateAttr(default=False)
@@ -115,30 +100,29 @@ class BlockKVTransform(SourceComponent, TransformComponent):
         hide_file_paths: bool = True,
         metadata_key: str | None = None,
     ) -> None:
-        arguments = {
-            "engine": engine,
-            "model_name": model_name,
-            "tokenizer_name": tokenizer_name,
-            "kv_store": kv_store,
-            "device_map": None if device_map == "auto" else device_map,
-            "model_kwargs": model_kwargs or None,
-            "recipe": None if recipe == AUTO else recipe,
+        source = ingestion_source(
+            llm,
+            "BlockAttentionLLM",
+            server=server,
+            api_key=api_key,
+            journal=journal,
+            engine=engine,
+            model_name=model_name,
+            tokenizer_name=tokenizer_name,
+            kv_store=kv_store,
+            device_map=None if device_map == "auto" else device_map,
+            model_kwargs=model_kwargs or None,
+            recipe=None if recipe == AUTO else recipe,
+        )
+        fields = {
+            **source.fields(),
+            "block_template": block_template or getattr(llm, "block_template", BLANK_LINE),
+            "show_progress": show_progress,
+            "hide_file_paths": hide_file_paths,
+            "metadata_key": metadata_key,
         }
-        if llm is None:
-            source = source_with(server, api_key, journal, **arguments)
-        else:
-            others = (server, api_key, journal, *arguments.values())
-            source = source_of(llm, "BlockAttentionLLM", *others)
-            block_template = block_template or getattr(llm, "block_template", None)
-        fields = {**source.fields(), "block_template": block_template or BLANK_LINE}
-        fields |= {"show_progress": show_progress, "hide_file_paths": hide_file_paths}
-        fields["metadata_key"] = metadata_key
         super().__init__(**fields)
         self._source = source
-
-    @classmethod
-    def class_name(cls) -> str:
-        return "BlockKVTransform"
 
     @property
     def stats(self) -> EncodeStats | None:
@@ -161,7 +145,6 @@ class BlockKVTransform(SourceComponent, TransformComponent):
         ]
 
     def _check_key(self, nodes: Sequence[BaseNode]) -> None:
-        """Log a warning if no node has the metadata key, because it may be misspelled."""
         if self.metadata_key and nodes and all(self.metadata_key not in n.metadata for n in nodes):
             keys = sorted({key for node in nodes for key in node.metadata})
             logger.warning(
@@ -171,16 +154,15 @@ class BlockKVTransform(SourceComponent, TransformComponent):
             )
 
     def _check_split(self, nodes: Sequence[BaseNode], texts: Sequence[str]) -> None:
-        """Log a warning, once, about a long document that has not been split."""
         pairs = zip(nodes, texts, strict=True)
-        sizes = [len(text) for node, text in pairs if isinstance(node, Document)]
-        if not self._has_warned and max(sizes, default=0) > _LONG:
+        longest = max((len(text) for node, text in pairs if isinstance(node, Document)), default=0)
+        if not self._has_warned and longest > _LONG:
             self._has_warned = True
             logger.warning(
                 "Found an unsplit document of %d characters. It becomes a single passage, which "
                 "is slow to retrieve and may not fit in the context window. Add a splitter: "
                 "transformations=[SentenceSplitter(), BlockKVTransform(llm=llm)]",
-                max(sizes),
+                longest,
             )
 
     async def acall(self, nodes: Sequence[BaseNode], **kwargs: Any) -> list[BaseNode]:
@@ -188,14 +170,11 @@ class BlockKVTransform(SourceComponent, TransformComponent):
 
     def to_dict(self, **kwargs: Any) -> dict[str, Any]:
         """Return the fields, and all other values that ``IngestionCache`` has to compare."""
-        return {
-            **super().to_dict(**kwargs),
-            **self._source.storage,
-        }
+        return {**super().to_dict(**kwargs), **self._source.storage}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any], **kwargs: Any) -> BlockKVTransform:
-        fields = {k: v for k, v in data.items() if k not in _NO_FIELDS}
+        fields = {name: data[name] for name in cls.model_fields if name in data}
         return super().from_dict(fields, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -209,7 +188,6 @@ class BlockKVTransform(SourceComponent, TransformComponent):
 
 
 def _shown(node: BaseNode, metadata_key: str | None) -> BaseNode:
-    """Return the node, or a copy whose text is replaced by the value of the metadata key."""
     if metadata_key is None or (text := node.metadata.get(metadata_key)) is None:
         return node
     if not isinstance(text, str):
@@ -239,10 +217,9 @@ def _without_file_path(node: BaseNode) -> BaseNode:
 
 
 class HashingEmbedding(BaseEmbedding):
-    """Embedding model that counts hashed words and character n-grams, as unit vectors.
+    """Embedding model that counts hashed words and character n-grams, and needs no download.
 
-    Deterministic, and needs no download, but matches only passages that share words with the
-    question. Use a real embedding model in production.
+    It matches only passages that share words with the question. Do not use it in production.
     """
 
     dimensions: int = Field(default=2048, description="Length of the vectors.", gt=0)
@@ -264,26 +241,15 @@ class HashingEmbedding(BaseEmbedding):
     def _get_query_embedding(self, query: str) -> Embedding:
         return self._get_text_embedding(query)
 
-    async def _aget_text_embedding(self, text: str) -> Embedding:
-        return await asyncio.to_thread(self._get_text_embedding, text)
-
     async def _aget_query_embedding(self, query: str) -> Embedding:
-        return await asyncio.to_thread(self._get_query_embedding, query)
+        return self._get_query_embedding(query)
 
 
 def add_nodes(vector_store: ChromaVectorStore, nodes: Sequence[BaseNode], client: Any) -> list[str]:
-    """Add embedded nodes in batches that Chroma accepts.
+    """Add embedded nodes to a vector store of the Chroma client, in batches that it accepts.
 
     ``ChromaVectorStore.add`` sends up to 41665 nodes at once, which Chroma 1 rejects. Both
     functions skip nodes whose id is already in the collection. To replace them, delete them first.
-
-    Args:
-        vector_store: Vector store with a collection of ``client``.
-        nodes: Nodes with embeddings.
-        client: Embedded or HTTP client of Chroma.
-
-    Returns:
-        Ids of the nodes.
     """
     size = client.get_max_batch_size()
     batches = (list(nodes[at : at + size]) for at in range(0, len(nodes), size))

@@ -17,6 +17,7 @@ from llama_index.core.base.llms.types import (
     CompletionResponseGen,
     LLMMetadata,
     MessageRole,
+    ToolCallBlock,
 )
 from llama_index.core.bridge.pydantic import Field
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
@@ -26,17 +27,13 @@ from llama_index.core.llms.llm import ToolSelection
 from llama_index.core.tools.types import BaseTool
 
 from blockattn_rag.adapters.arguments import check_known
-from blockattn_rag.adapters.engine_source import EngineSource
 from blockattn_rag.adapters.exchange import Exchange, tools_of
+from blockattn_rag.adapters.sources import EngineSource
 from blockattn_rag.engine.engine import BlockAttentionEngine
 from blockattn_rag.engine.find_recipe import AUTO, RecipeLike
 from blockattn_rag.engine.results import Mode
-from blockattn_rag.llama_index.messages import (
-    Responses,
-    aresponses_of,
-    responses_of,
-    tool_selections,
-)
+from blockattn_rag.errors import ToolCallError
+from blockattn_rag.llama_index.messages import INVALID_CALLS, Responses
 from blockattn_rag.llama_index.prompting import PROMPT_OPTIONS, PromptLike, PromptMaking
 from blockattn_rag.llama_index.structured_output import StructuredPrediction
 from blockattn_rag.output.tool_use import ToolUse, without_tool_options
@@ -47,12 +44,12 @@ from blockattn_rag.store import KVStore
 
 
 class BlockAttentionLLM(PromptMaking, StructuredPrediction, CustomLLM, FunctionCallingLLM):
-    """LLM that answers from cached passages with a transformers model, in process or on a server.
+    """LLM that answers from cached passages with a transformers model in this process.
 
     Replacement for ``HuggingFaceLLM`` with the same argument names. Passages between block markers
     (see ``BlockKVPostprocessor``) are looked up in the KV store by the digest of their text, and
     encoded on a cache miss. The rest of the prompt is ordinary text. The constructor loads the
-    model, unless it runs on a server.
+    model.
 
     Args:
         model_name: Path, hub id, or ``"bundled"``.
@@ -72,44 +69,32 @@ class BlockAttentionLLM(PromptMaking, StructuredPrediction, CustomLLM, FunctionC
         generate_kwargs: Default options of all calls, such as ``temperature`` or ``stop``.
         model_kwargs: Arguments for loading the model, such as ``dtype``.
         device_map: A torch device, or ``"auto"``.
-        llm_fields: LlamaIndex's own fields: ``system_prompt``, ``callback_manager``,
-            ``messages_to_prompt`` (default: the tokenizer's chat template),
-            ``completion_to_prompt`` (for unformatted completions; default for chat models: a single
-            user message), ``is_chat_model`` (default: whether there is a chat template) and
-            ``is_function_calling_model`` (default: whether the template supports tools). If
-            ``is_function_calling_model`` is True but the template does not support tools, required
-            calls (for example of Pydantic selectors) use a grammar, and optional calls raise an
-            error. Also ``tokenizer_name``, the tokenizer's name or path (default: the model's
-            tokenizer).
+        llm_fields: LlamaIndex's own fields, such as ``system_prompt`` and ``callback_manager``,
+            and ``tokenizer_name``. Default of ``messages_to_prompt``: the chat template. Default of
+            ``completion_to_prompt`` for chat models: a single user message. Defaults of
+            ``is_chat_model`` and ``is_function_calling_model``: whether there is a chat template,
+            and whether it supports tools. Without tool support, required calls use a grammar.
 
     Calls, and ``generate_kwargs`` for all calls, accept ``max_new_tokens``, ``temperature``,
     ``top_p``, ``top_k``, ``stop``, ``seed``, ``mode``, ``recipe`` (for comparisons), the arguments
     of transformers' ``generate``, and two prompt options. Other options raise an error.
 
-    - ``chat_template_kwargs``: Variables of the chat template, such as ``enable_thinking``. The
-      template inserts their values into the prompt as trusted text, so never take them from users.
-    - ``parse_special_tokens=True``: Parses control tokens in prompt strings, outside of passages.
-      Use it for prompt templates that contain control tokens. Control tokens in a user's question
-      are then parsed, too.
+    - ``chat_template_kwargs``: Variables of the chat template, such as ``enable_thinking``. Their
+      values are trusted text in the prompt, so never take them from users.
+    - ``parse_special_tokens=True``: Parses control tokens in prompt strings, outside of passages:
+      those of the prompt template, but also those in a user's question.
 
-    ``raw["usage"]`` of a response contains token counts and reuse statistics. If the chat template
-    marks reasoning with ``<think>``, it is returned as a ``ThinkingBlock`` of the message, or in
-    ``additional_kwargs["thinking"]`` of a completion (``"thinking_delta"`` in a stream).
-
-    If the chat template supports tools, the LLM supports function calling. ``tool_choice`` and
-    ``tool_required=True`` enforce valid calls with a grammar, which requires the extra
-    ``structured``. With ``tool_calls="constrained"``, in a call or in ``generate_kwargs``, a
-    grammar constrains the answer to either text or valid calls (docs/guides/agents.md).
+    ``raw["usage"]`` of a response contains token counts and reuse statistics. For reasoning, see
+    ``docs/guides/settings.md``, and for tools ``docs/guides/agents.md``.
 
     Raises:
-        ContextOverflowError: Raised by calls if the prompt does not fit in the context window. Call
-            ``configure``, so that LlamaIndex packs passages to fit ``context_window``, or retrieve
-            fewer passages.
+        ContextOverflowError: Raised by calls if the prompt does not fit in the context window. With
+            ``configure``, LlamaIndex packs passages to fit.
     """
 
-    mode: Mode = Field(description="'block' reuses passages, 'full' uses ordinary attention.")
-    context_window: int | None = Field(description="Maximum tokens in prompt and answer.")
-    max_new_tokens: int = Field(description="Maximum tokens in an answer.", gt=0)
+    mode: Mode
+    context_window: int | None
+    max_new_tokens: int = Field(gt=0)
 
     def __init__(
         self,
@@ -140,7 +125,6 @@ class BlockAttentionLLM(PromptMaking, StructuredPrediction, CustomLLM, FunctionC
         )
         if recognize:
             source.check_recognizes()
-        own = ("is_chat_model", "is_function_calling_model")
         fields = {
             **source.fields(),
             "mode": mode,
@@ -149,20 +133,15 @@ class BlockAttentionLLM(PromptMaking, StructuredPrediction, CustomLLM, FunctionC
             "context_window": context_window,
             "max_new_tokens": max_new_tokens,
             "generate_kwargs": generate_kwargs or {},
-            **{name: llm_fields.pop(name, None) for name in own},
         }
         super().__init__(**fields, **llm_fields)
         self._source = source
         source.load()
 
-    @classmethod
-    def class_name(cls) -> str:
-        return "BlockAttentionLLM"
-
     @property
     def metadata(self) -> LLMMetadata:
         return LLMMetadata(
-            context_window=self.context_window or self._source.max_context_tokens,
+            context_window=self.context_window or self.engine.model.max_context_tokens,
             num_output=self.max_new_tokens,
             is_chat_model=self._takes_chat,
             is_function_calling_model=self._takes_tools,
@@ -188,13 +167,8 @@ class BlockAttentionLLM(PromptMaking, StructuredPrediction, CustomLLM, FunctionC
         tools: ToolUse | None = None,
     ) -> Exchange:
         shaping = {name: call[name] for name in PROMPT_OPTIONS if name in call}
-        options = self.engine_options(call)
         make_prompt = partial(self.to_prompt, prompt, formatted, tools=tools, **shaping)
-        if tools is None:
-            return Exchange(self._source, make_prompt, options)
-        tokenizer = self._source.tokenizer.tokenizer
-        parser = tools.parser(tokenizer, options)
-        return Exchange(self._source, make_prompt, tools.engine_options(tokenizer, options), parser)
+        return Exchange(self._source, make_prompt, self.engine_options(call), tools)
 
     def _chat_exchange(self, messages: Sequence[ChatMessage], call: dict[str, Any]) -> Exchange:
         tools = tools_of(self, call)
@@ -208,8 +182,7 @@ class BlockAttentionLLM(PromptMaking, StructuredPrediction, CustomLLM, FunctionC
     def stream_complete(
         self, prompt: str, formatted: bool = False, **kwargs: Any
     ) -> CompletionResponseGen:
-        steps = self._exchange(prompt, kwargs, formatted).stream()
-        return responses_of(steps, Responses().completion)
+        return self._exchange(prompt, kwargs, formatted).stream(Responses(streamed=True).completion)
 
     @llm_completion_callback()
     async def acomplete(
@@ -221,8 +194,9 @@ class BlockAttentionLLM(PromptMaking, StructuredPrediction, CustomLLM, FunctionC
     async def astream_complete(
         self, prompt: str, formatted: bool = False, **kwargs: Any
     ) -> CompletionResponseAsyncGen:
-        steps = self._exchange(prompt, kwargs, formatted).astream()
-        return aresponses_of(steps, Responses().completion)
+        return self._exchange(prompt, kwargs, formatted).astream(
+            Responses(streamed=True).completion
+        )
 
     @llm_chat_callback()
     def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
@@ -230,7 +204,7 @@ class BlockAttentionLLM(PromptMaking, StructuredPrediction, CustomLLM, FunctionC
 
     @llm_chat_callback()
     def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
-        return responses_of(self._chat_exchange(messages, kwargs).stream(), Responses().chat)
+        return self._chat_exchange(messages, kwargs).stream(Responses(streamed=True).chat)
 
     @llm_chat_callback()
     async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
@@ -240,9 +214,7 @@ class BlockAttentionLLM(PromptMaking, StructuredPrediction, CustomLLM, FunctionC
     async def astream_chat(
         self, messages: Sequence[ChatMessage], **kwargs: Any
     ) -> ChatResponseAsyncGen:
-        return aresponses_of(self._chat_exchange(messages, kwargs).astream(), Responses().chat)
-
-    # -- tools -------------------------------------------------------------------------------
+        return self._chat_exchange(messages, kwargs).astream(Responses(streamed=True).chat)
 
     def _prepare_chat_with_tools(
         self,
@@ -255,11 +227,9 @@ class BlockAttentionLLM(PromptMaking, StructuredPrediction, CustomLLM, FunctionC
         tool_choice: Any = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        messages = [*(chat_history or ())]
         if isinstance(user_msg, str):
             user_msg = ChatMessage(role=MessageRole.USER, content=user_msg)
-        if user_msg is not None:
-            messages.append(user_msg)
+        messages = [*(chat_history or ()), *([] if user_msg is None else [user_msg])]
         if tool_choice is None and tool_required:
             tool_choice = "required"
         return {
@@ -276,7 +246,25 @@ class BlockAttentionLLM(PromptMaking, StructuredPrediction, CustomLLM, FunctionC
         """Return the tool calls of a response.
 
         Raises:
-            ToolCallError: The response has no tool call or an invalid tool call, and
-                ``error_on_no_tool_call`` is True.
+            ToolCallError: ``error_on_no_tool_call`` is True, and there is no or an invalid call.
         """
-        return tool_selections(response, required=error_on_no_tool_call)
+        message = response.message
+        calls = [block for block in message.blocks if isinstance(block, ToolCallBlock)]
+        if error_on_no_tool_call:
+            if invalid := message.additional_kwargs.get(INVALID_CALLS):
+                reasons = "; ".join(f"{call['error']}: {call['text'][:200]!r}" for call in invalid)
+                raise ToolCallError(f"The model generated an invalid tool call. {reasons}")
+            if not calls:
+                answer = (message.content or "")[:200]
+                raise ToolCallError(
+                    f"Expected a tool call, but the model answered {answer!r}. Pass "
+                    "tool_required=True to enforce a call with a grammar"
+                )
+        return [
+            ToolSelection(
+                tool_id=call.tool_call_id or "",
+                tool_name=call.tool_name,
+                tool_kwargs=call.tool_kwargs if isinstance(call.tool_kwargs, dict) else {},
+            )
+            for call in calls
+        ]

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Iterator
-from contextlib import aclosing, closing
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, fields
-from typing import Any, TypeVar
+from typing import Any
 
 from llama_index.core.base.llms.types import (
     ChatMessage,
@@ -19,17 +18,13 @@ from llama_index.core.base.llms.types import (
 )
 from llama_index.core.bridge.pydantic import SerializerFunctionWrapHandler, model_serializer
 from llama_index.core.instrumentation.events import BaseEvent
-from llama_index.core.llms.llm import ToolSelection
 from llama_index_instrumentation import get_dispatcher
 
 from blockattn_rag.adapters.exchange import ChatTurn, Step
-from blockattn_rag.engine.results import Generation, ReuseStats
-from blockattn_rag.errors import ToolCallError
-from blockattn_rag.output import ReadAnswer, ToolCall
+from blockattn_rag.engine.results import ReuseStats
+from blockattn_rag.output import ToolCall
 
 dispatcher = get_dispatcher(__name__)
-
-Response = TypeVar("Response", CompletionResponse, ChatResponse)
 
 INVALID_CALLS = "invalid_tool_calls"
 """Key in a message's ``additional_kwargs`` for an answer's invalid tool calls. Each has its
@@ -47,12 +42,7 @@ _FIGURES = frozenset(field.name for field in fields(ReuseStats))
 
 
 def chat_turns(messages: Iterable[ChatMessage]) -> Iterator[ChatTurn]:
-    """Convert messages to turns. The text keeps its block markers.
-
-    Raises:
-        ValueError: A message contains an image or other non-text content, or a tool call whose
-            arguments are not JSON.
-    """
+    """Convert messages to turns. The text keeps its block markers."""
     for message in messages:
         role = _TEMPLATE_ROLES.get(message.role, message.role.value)
         thoughts = (block.content for block in message.blocks if isinstance(block, ThinkingBlock))
@@ -94,11 +84,7 @@ def _text_of(message: ChatMessage) -> str:
 
 
 class BlockReuseEvent(BaseEvent):
-    """Instrumentation event with an answer's reuse statistics, dispatched when the answer ends.
-
-    The fields of ``stats`` are also attributes of the event (``event.hits``), and top-level fields
-    when it is serialized.
-    """
+    """Event at the end of an answer, with its reuse statistics, such as ``event.hits``."""
 
     stats: ReuseStats
 
@@ -119,74 +105,53 @@ class BlockReuseEvent(BaseEvent):
 
 
 class Responses:
-    """Creates LlamaIndex responses from the steps of an answer.
+    """Creates responses with the answer so far. The last step dispatches ``BlockReuseEvent``."""
 
-    Each response contains the complete answer so far. The last step dispatches
-    ``BlockReuseEvent``.
-    """
-
-    def __init__(self) -> None:
+    def __init__(self, *, streamed: bool = False) -> None:
+        self._streamed = streamed
         self._text = ""
         self._thoughts = ""
 
     def completion(self, step: Step) -> CompletionResponse:
-        answer, fields = self._take(step)
-        return CompletionResponse(text=answer.text, **fields)
+        fields = self._take(step)
+        return CompletionResponse(text=self._text, **fields)
 
     def chat(self, step: Step) -> ChatResponse:
-        answer, fields = self._take(step)
-        return ChatResponse(message=self._message(answer), **fields)
+        fields = self._take(step)
+        # Include invalid calls, so that the text contains the model's complete output.
+        text = "\n".join(filter(None, (self._text, *(call.text for call in step.invalid))))
+        blocks: list[ThinkingBlock | TextBlock | ToolCallBlock] = []
+        if self._thoughts:
+            blocks.append(ThinkingBlock(content=self._thoughts))
+        if text or not step.calls:
+            blocks.append(TextBlock(text=text))
+        blocks += [
+            ToolCallBlock(tool_call_id=call.id, tool_name=call.name, tool_kwargs=call.arguments)
+            for call in step.calls
+        ]
+        extra = {INVALID_CALLS: [asdict(call) for call in step.invalid]} if step.invalid else {}
+        message = ChatMessage(role=MessageRole.ASSISTANT, blocks=blocks, additional_kwargs=extra)
+        return ChatResponse(message=message, **fields)
 
-    def _take(self, step: Step) -> tuple[ReadAnswer, dict[str, Any]]:
-        """Add a step. Returns the answer so far, and the response's other fields."""
+    def _take(self, step: Step) -> dict[str, Any]:
+        """Add a step. Returns the fields that completions and chats share."""
         self._text += step.text
         self._thoughts += step.thoughts
-        thinking = {"thinking": self._thoughts, "thinking_delta": step.thoughts or None}
-        fields: dict[str, Any] = {"additional_kwargs": thinking if self._thoughts else {}}
-        if step.generation is not step.output:  # The answer is streamed.
+        fields: dict[str, Any] = {}
+        if self._thoughts:
+            thinking = {"thinking": self._thoughts, "thinking_delta": step.thoughts or None}
+            fields["additional_kwargs"] = thinking
+        if self._streamed:
             fields["delta"] = step.text
         if (generation := step.generation) is not None:
             dispatcher.event(BlockReuseEvent(stats=generation.stats))
             reason = generation.finish_reason
-            fields["raw"] = {"usage": _usage_of(generation), "finish_reason": reason}
-        return ReadAnswer(self._text, [*step.calls], [*step.invalid]), fields
-
-    def _message(self, answer: ReadAnswer) -> ChatMessage:
-        # Include invalid calls, so that the text contains the model's complete output.
-        shown = "\n".join(part for part in (answer.text, *(i.text for i in answer.invalid)) if part)
-        blocks: list[ThinkingBlock | TextBlock | ToolCallBlock] = []
-        if self._thoughts:
-            blocks.append(ThinkingBlock(content=self._thoughts))
-        if shown or not answer.calls:
-            blocks.append(TextBlock(text=shown))
-        blocks += [
-            ToolCallBlock(tool_call_id=call.id, tool_name=call.name, tool_kwargs=call.arguments)
-            for call in answer.calls
-        ]
-        extra = {INVALID_CALLS: [asdict(call) for call in answer.invalid]} if answer.invalid else {}
-        return ChatMessage(role=MessageRole.ASSISTANT, blocks=blocks, additional_kwargs=extra)
+            fields["raw"] = {"usage": _usage_of(generation.stats), "finish_reason": reason}
+        return fields
 
 
-def responses_of(
-    steps: Generator[Step, None, None], make: Callable[[Step], Response]
-) -> Generator[Response, None, None]:
-    """Yield the responses of a stream. Closing the generator stops the generation."""
-    with closing(steps):
-        yield from map(make, steps)
-
-
-async def aresponses_of(
-    steps: AsyncGenerator[Step, None], make: Callable[[Step], Response]
-) -> AsyncGenerator[Response, None]:
-    """Async version of ``responses_of``."""
-    async with aclosing(steps):
-        async for step in steps:
-            yield make(step)
-
-
-def _usage_of(generation: Generation) -> dict[str, Any]:
+def _usage_of(stats: ReuseStats) -> dict[str, Any]:
     """Token counts, with the names that LlamaIndex's counters expect, and reuse statistics."""
-    stats = generation.stats
     return {
         "prompt_tokens": stats.prompt_tokens,
         "completion_tokens": stats.generated_tokens,
@@ -194,30 +159,3 @@ def _usage_of(generation: Generation) -> dict[str, Any]:
         "cached_tokens": stats.reused_tokens,
         **asdict(stats),
     }
-
-
-def tool_selections(response: ChatResponse, *, required: bool) -> list[ToolSelection]:
-    """Return the tool calls of a response.
-
-    Raises:
-        ToolCallError: A call is ``required``, but the response has no call or an invalid one.
-    """
-    message = response.message
-    invalid = message.additional_kwargs.get(INVALID_CALLS, [])
-    calls = [block for block in message.blocks if isinstance(block, ToolCallBlock)]
-    if required and invalid:
-        reasons = "; ".join(f"{call['error']}: {call['text'][:200]!r}" for call in invalid)
-        raise ToolCallError(f"The model generated an invalid tool call. {reasons}")
-    if required and not calls:
-        raise ToolCallError(
-            f"Expected a tool call, but the model answered {(message.content or '')[:200]!r}. Pass "
-            "tool_required=True to enforce a call with a grammar"
-        )
-    return [
-        ToolSelection(
-            tool_id=call.tool_call_id or "",
-            tool_name=call.tool_name,
-            tool_kwargs=call.tool_kwargs if isinstance(call.tool_kwargs, dict) else {},
-        )
-        for call in calls
-    ]

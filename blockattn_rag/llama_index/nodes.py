@@ -1,7 +1,5 @@
-"""Nodes as blocks: canonical text, handle, LLM view with markers, and the postprocessor.
-
-Synthesizers read a node's *LLM view*, ``get_content(MetadataMode.LLM)``. Only this view has
-markers, so source nodes, rerankers and evaluators receive clean text.
+"""Nodes as blocks. Only a node's *LLM view*, ``get_content(MetadataMode.LLM)``, which synthesizers
+read, has markers, so source nodes, rerankers and evaluators receive clean text.
 """
 
 from __future__ import annotations
@@ -24,10 +22,7 @@ Order = Literal["retrieved", "ascending"]
 
 
 class BlockNode(BaseNode):
-    """Node whose LLM view has block markers around the text. See ``as_block_node``.
-
-    The view is created on each read, so the markers always match the text.
-    """
+    """Node whose LLM view has markers, which are created on each read. See ``as_block_node``."""
 
     plain_class: ClassVar[type[BaseNode]]
     block_label: str = Field(
@@ -64,7 +59,7 @@ def _view_class(cls: type[BaseNode]) -> type[BlockNode]:
 
 def as_block_node(node: BaseNode, label: str = "") -> BlockNode:
     """Copy ``node``. The copy's LLM view is ``label`` and the text between block markers."""
-    view = without_handle_in_views(as_plain_node(node))
+    view = _without_handle_in_views(node)
     # Changing the class preserves all fields and private state.
     object.__setattr__(view, "__class__", _view_class(type(view)))
     view.__dict__["block_label"] = label
@@ -83,20 +78,20 @@ def as_plain_node(node: BaseNode) -> BaseNode:
 
 
 def canonical_text(node: BaseNode) -> str:
-    """Text that a node's handle is computed from: its stripped LLM view. May be empty."""
-    view = without_handle_in_views(as_plain_node(node))
-    return view.get_content(metadata_mode=MetadataMode.LLM).strip()
+    """Text that a node's handle is computed from: its stripped LLM view."""
+    return _without_handle_in_views(node).get_content(metadata_mode=MetadataMode.LLM).strip()
 
 
 def stamp(node: BaseNode, text: str) -> BaseNode:
     """Copy ``node``, and add the handle of ``text`` (its canonical text) to the metadata."""
-    stamped = without_handle_in_views(node)
+    stamped = _without_handle_in_views(node)
     stamped.metadata[HANDLE_KEY] = handle_of(text)
     return stamped
 
 
-def without_handle_in_views(node: BaseNode) -> BaseNode:
-    """Copy ``node`` and its metadata, and exclude the handle from all text views."""
+def _without_handle_in_views(node: BaseNode) -> BaseNode:
+    """Copy ``node`` without markers, and exclude the handle from all text views."""
+    node = as_plain_node(node)
     views = ("excluded_llm_metadata_keys", "excluded_embed_metadata_keys")
     hidden = {name: list(dict.fromkeys([*getattr(node, name), HANDLE_KEY])) for name in views}
     return node.model_copy(update={**hidden, "metadata": dict(node.metadata)})
@@ -105,9 +100,8 @@ def without_handle_in_views(node: BaseNode) -> BaseNode:
 class BlockKVPostprocessor(BaseNodePostprocessor):
     """Puts block markers around each passage in the LLM's prompt, and orders the passages.
 
-    Put it last in ``node_postprocessors``, because other postprocessors would see the markers.
-    Nodes that were not ingested are marked, too, and encoded for the first answer. Returned nodes
-    are copies.
+    Put it last in ``node_postprocessors``. Nodes that were not ingested are marked, too, and are
+    encoded for the first answer. Returned nodes are copies.
 
     Example::
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from llama_index.core.base.llms.types import LLMMetadata
 from llama_index.core.bridge.pydantic import Field, PrivateAttr
-from llama_index.core.constants import DEFAULT_NUM_OUTPUTS
 from llama_index.core.indices.prompt_helper import DEFAULT_PADDING, PromptHelper
 from llama_index.core.llms.llm import LLM
 from llama_index.core.node_parser import TokenTextSplitter
@@ -33,24 +32,12 @@ class BlockLLM(Protocol):
     def prompt_tokens(self, prompt: BasePromptTemplate, **variables: str) -> int: ...
 
 
-class _Piece(NamedTuple):
-    """Indivisible text, and its number of tokens in the prompt, excluding block markers."""
-
-    text: str
-    tokens: int
-
-
 class BlockTextSplitter(TokenTextSplitter):
     """Packs marked text into chunks of complete blocks, and splits other text as usual.
 
     Chunks of blocks do not overlap. Text directly before a block, such as a source number, stays
-    with the block. A block that is larger than a chunk is split into blocks that fit.
-
-    Args:
-        chunk_overlap: Number of overlapping tokens between chunks of text without blocks.
-        tokenizer: Function that returns the token ids of a text. With the model's tokenizer, sizes
-            are exact.
-        block_template: Text that the LLM puts around each passage. Its tokens are counted, too.
+    with the block. A block that is larger than a chunk is split into blocks that fit. The tokens of
+    ``block_template`` are counted, too.
     """
 
     _block_template: BlockTemplate = PrivateAttr()
@@ -66,26 +53,23 @@ class BlockTextSplitter(TokenTextSplitter):
         super().__init__(chunk_size, chunk_overlap, tokenizer, separator=separator)
         self._block_template = block_template
 
-    @classmethod
-    def class_name(cls) -> str:
-        return "BlockTextSplitter"
-
     def _split_text(self, text: str, chunk_size: int) -> list[str]:
         if not (passages := parse(text).passages):
             return super()._split_text(remove_orphans(text), chunk_size)
         chunks: list[str] = []
         current, size = "", 0
-        for piece in self._pieces(text, passages, chunk_size):
-            if current.strip() and size + piece.tokens > chunk_size:
+        for piece, tokens in self._pieces(text, passages, chunk_size):
+            if current.strip() and size + tokens > chunk_size:
                 chunks.append(current.strip())
                 current, size = "", 0
-            current += piece.text
-            size += piece.tokens
+            current += piece
+            size += tokens
         return [*chunks, current.strip()] if current.strip() else chunks
 
     def _pieces(
         self, text: str, passages: Sequence[MarkedSpan], chunk_size: int
-    ) -> Iterator[_Piece]:
+    ) -> Iterator[tuple[str, int]]:
+        """Yield indivisible texts, and their numbers of tokens without block markers."""
         position = 0
         for span in passages:
             # Only the last paragraph before a block has to stay with it.
@@ -96,35 +80,31 @@ class BlockTextSplitter(TokenTextSplitter):
             tokens = self._block_tokens(span.text)
             with_label = tokens + self._count(label)
             if with_label <= chunk_size:
-                yield _Piece(label + block, with_label)
+                yield label + block, with_label
                 continue
             yield from self._plain(label, chunk_size)
             if tokens <= chunk_size:
-                yield _Piece(block, tokens)
+                yield block, tokens
             else:
                 yield from self._cut(span, block, chunk_size)
         yield from self._plain(text[position:], chunk_size)
 
-    def _plain(self, text: str, chunk_size: int) -> Iterator[_Piece]:
+    def _plain(self, text: str, chunk_size: int) -> Iterator[tuple[str, int]]:
         if text.isspace():
-            yield _Piece(text, 0)  # The block template replaces this white space.
+            yield text, 0  # The block template replaces this white space.
         elif text := remove_orphans(text):
             for part in self._split(text, chunk_size):
-                yield _Piece(part, self._count(part))
+                yield part, self._count(part)
 
-    def _cut(self, span: MarkedSpan, block: str, chunk_size: int) -> Iterator[_Piece]:
-        """Split a block into blocks that fit.
-
-        If the text was altered after it was marked, each piece keeps the original markers, so that
-        the change can still be detected.
-        """
+    def _cut(self, span: MarkedSpan, block: str, chunk_size: int) -> Iterator[tuple[str, int]]:
+        """Split a block into blocks that fit. Altered text keeps its markers, which reveal it."""
         opening, closing = block[: block.index("]]") + 2], block[block.rindex("[[") :]
         room = max(1, chunk_size - self._block_tokens("") - 1)
         cutter = TokenTextSplitter(room, 0, self._tokenizer, separator=self.separator)
         for part in cutter.split_text(span.text):
             if part := part.strip():
                 marked = wrap(part) if span.intact else opening + part + closing
-                yield _Piece(marked, self._block_tokens(part))
+                yield marked, self._block_tokens(part)
 
     def _block_tokens(self, text: str) -> int:
         return self._count(self._block_template.before + text + self._block_template.after)
@@ -144,8 +124,7 @@ class BlockPromptHelper(PromptHelper):
     """``PromptHelper`` that keeps blocks complete in every response mode.
 
     Each call uses the context window and answer length of its LLM, so one helper in ``Settings``
-    works for several LLMs. For a ``BlockLLM``, the helper counts tokens with the model's tokenizer
-    and reserves space for the chat template.
+    works for several LLMs.
     """
 
     block_template: BlockTemplate = Field(
@@ -164,11 +143,7 @@ class BlockPromptHelper(PromptHelper):
 
     @classmethod
     def from_llm(cls, llm: Any, **kwargs: Any) -> BlockPromptHelper:
-        """Create a helper with the context window, tokenizer and template of an LLM.
-
-        Raises:
-            TypeError: The LLM is neither a ``BlockAttentionLLM`` nor from ``served_llm``.
-        """
+        """Create a helper with the context window, tokenizer and template of an LLM."""
         if not isinstance(llm, BlockLLM):
             raise TypeError(
                 "Expected a BlockAttentionLLM, or the LLM of served_llm(url); found "
@@ -192,15 +167,17 @@ class BlockPromptHelper(PromptHelper):
     ) -> int:
         if llm is None:
             return super()._get_available_chunk_size(prompt, num_chunks, padding, llm, tools)
-        window, num_output = llm.metadata.context_window, llm.metadata.num_output
-        num_output = DEFAULT_NUM_OUTPUTS if num_output == -1 else num_output
+        helper = PromptHelper.from_llm_metadata(
+            llm.metadata, self.chunk_overlap_ratio, self.chunk_size_limit, self._tokenizer_of(llm)
+        )
         if not isinstance(llm, BlockLLM) or tools:
-            other = PromptHelper(
-                window, num_output, self.chunk_overlap_ratio, self.chunk_size_limit,
-                self._tokenizer_of(llm),
-            )  # fmt: skip
-            return other._get_available_chunk_size(prompt, num_chunks, padding, llm, tools)
-        room = window - num_output - _empty_prompt_tokens(prompt, llm)
+            return helper._get_available_chunk_size(prompt, num_chunks, padding, llm, tools)
+        if isinstance(prompt, SelectorPromptTemplate):
+            prompt = prompt.select(llm=llm)
+        missing = set(prompt.template_vars) - prompt.kwargs.keys()
+        # The prompt without passages, but with the system prompt and the chat template.
+        prompt_tokens = llm.prompt_tokens(prompt, **dict.fromkeys(missing, ""))
+        room = helper.context_window - helper.num_output - prompt_tokens
         size = room // num_chunks - padding
         return size if self.chunk_size_limit is None else min(size, self.chunk_size_limit)
 
@@ -245,11 +222,3 @@ class BlockPromptHelper(PromptHelper):
             prompt, len(text_chunks), padding, llm, tools
         )
         return _Joined(next(iter(splitter.split_text(text)), "") for text in text_chunks)
-
-
-def _empty_prompt_tokens(prompt: BasePromptTemplate, llm: BlockLLM) -> int:
-    """Count the tokens of a prompt without passages, but with system prompt and chat template."""
-    if isinstance(prompt, SelectorPromptTemplate):
-        prompt = prompt.select(llm=llm)  # type: ignore[arg-type]
-    missing = set(prompt.template_vars) - prompt.kwargs.keys()
-    return llm.prompt_tokens(prompt, **dict.fromkeys(missing, ""))

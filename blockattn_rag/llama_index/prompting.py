@@ -9,15 +9,17 @@ from llama_index.core.base.llms.generic_utils import (
     messages_to_prompt as generic_messages_to_prompt,
 )
 from llama_index.core.base.llms.types import ChatMessage, MessageRole, TextBlock
-from llama_index.core.bridge.pydantic import Field
+from llama_index.core.bridge.pydantic import PrivateAttr
 from llama_index.core.llms.llm import LLM, default_completion_to_prompt
 from llama_index.core.prompts import BasePromptTemplate
 
-from blockattn_rag.adapters.exchange import chat_spans, template_messages, template_variables
+from blockattn_rag.adapters.exchange import template_messages, template_variables
+from blockattn_rag.adapters.sources import EngineSource
+from blockattn_rag.engine.engine import BlockAttentionEngine
 from blockattn_rag.llama_index.messages import chat_turns
-from blockattn_rag.llama_index.source import EngineComponent
+from blockattn_rag.llama_index.source import SourceComponent
 from blockattn_rag.output import tool_template
-from blockattn_rag.output.tool_use import ToolUse
+from blockattn_rag.output.tool_use import ToolUse, prompt_spans
 from blockattn_rag.prompts.blocks import BlockPrompt, BlockTemplate, Span
 from blockattn_rag.prompts.chat_template import has_chat_template, trace
 from blockattn_rag.prompts.markers import close_cut_passages, strip_markers
@@ -29,16 +31,24 @@ PROMPT_OPTIONS = ("chat_template_kwargs", "parse_special_tokens")
 """Call options, also in ``generate_kwargs``, that affect the prompt. Others go to the engine."""
 
 
-class PromptMaking(EngineComponent, LLM):
+class PromptMaking(SourceComponent, LLM):
     """LLM that converts prompts to blocks. For the fields, see ``BlockAttentionLLM``."""
 
-    block_template: BlockTemplate = Field(description="Text around each passage.")
-    recognize: Recognize = Field(description="Whether to recognize passages without markers.")
-    is_chat_model: bool | None = Field(description="Default: whether there is a chat template.")
-    is_function_calling_model: bool | None = Field(
-        description="Default: whether the chat template supports tools."
-    )
-    generate_kwargs: dict[str, Any] = Field(description="Default options of all calls.")
+    block_template: BlockTemplate
+    recognize: Recognize
+    is_chat_model: bool | None = None
+    is_function_calling_model: bool | None = None
+    generate_kwargs: dict[str, Any]
+
+    _source: EngineSource = PrivateAttr()
+
+    @property
+    def source(self) -> EngineSource:
+        return self._source
+
+    @property
+    def engine(self) -> BlockAttentionEngine:
+        return self._source.engine
 
     def tokenize(self, text: str) -> list[int]:
         """Tokenize a text without block markers and BOS, to count its tokens."""
@@ -71,41 +81,30 @@ class PromptMaking(EngineComponent, LLM):
 
         Args:
             formatted: Whether the string is already formatted with the chat template.
-            chat_template_kwargs: Variables of the chat template, in addition to those in
-                ``generate_kwargs``.
-            parse_special_tokens: Whether to parse control tokens in a string. Default: the value in
-                ``generate_kwargs``, else False.
+            chat_template_kwargs, parse_special_tokens: Override the values in ``generate_kwargs``.
 
         Raises:
             ValueError: The chat template ignores one of ``chat_template_kwargs``.
         """
         variables = template_variables(self, chat_template_kwargs)
+        own_format: Any = self.completion_to_prompt
         if parse_special_tokens is None:
             parse_special_tokens = self.generate_kwargs.get("parse_special_tokens", False)
-        spans = self._spans(prompt, formatted, tools, variables, parse_special_tokens)
-        return self._source.prompt_of(spans, self.block_template, recognize=self.recognize)
-
-    def _spans(
-        self,
-        prompt: PromptLike,
-        formatted: bool,
-        tools: ToolUse | None,
-        variables: dict[str, Any],
-        parse_special_tokens: bool,
-    ) -> Iterable[Span]:
-        to_prompt: Any = self.completion_to_prompt
+        spans: Iterable[Span]
         if not isinstance(prompt, str):
-            return self._chat_spans(prompt, tools, variables)
-        if not formatted and to_prompt not in (None, default_completion_to_prompt):
+            spans = self._chat_spans(prompt, tools, variables)
+        elif formatted:
+            spans = self._source.string_spans(prompt, parse_special_tokens=parse_special_tokens)
+        elif own_format not in (None, default_completion_to_prompt):
             turn = {"role": "user", "content": prompt}
-            return trace(lambda turns: to_prompt(turns[0]["content"]), [turn])
-        if not formatted and self._takes_chat:
+            spans = trace(lambda turns: own_format(turns[0]["content"]), [turn])
+        elif self._takes_chat:
             message = ChatMessage(role=MessageRole.USER, content=prompt)
-            return self._chat_spans(self._extend_messages([message]), None, variables)
-        return self._source.string_spans(
-            prompt if formatted else self._extend_prompt(prompt),
-            parse_special_tokens=parse_special_tokens,
-        )
+            spans = self._chat_spans(self._extend_messages([message]), None, variables)
+        else:
+            text = self._extend_prompt(prompt)
+            spans = self._source.string_spans(text, parse_special_tokens=parse_special_tokens)
+        return self._source.prompt_of(spans, self.block_template, recognize=self.recognize)
 
     @property
     def _takes_chat(self) -> bool:
@@ -115,13 +114,12 @@ class PromptMaking(EngineComponent, LLM):
 
     @property
     def _own_template(self) -> Any:
-        """Return the user's ``messages_to_prompt``, which replaces the chat template, or None."""
+        """The user's ``messages_to_prompt``, which replaces the chat template, or None."""
         own: Any = self.messages_to_prompt
         return None if own is generic_messages_to_prompt else own
 
     @property
     def _takes_tools(self) -> bool:
-        """Whether the model supports tools, according to the field or, by default, the template."""
         if self.is_function_calling_model is not None:
             return self.is_function_calling_model
         if self._own_template or not self._takes_chat:
@@ -137,14 +135,14 @@ class PromptMaking(EngineComponent, LLM):
                 "chat_template_kwargs contains variables of the model's chat template, but "
                 "messages_to_prompt replaces the template; pass only one of the two"
             )
+        turns = template_messages(chat_turns(messages))
         if has_chat_template(tokenizer) and not self._own_template:
-            return chat_spans(self, chat_turns(messages), tools, variables)
+            return prompt_spans(tokenizer, turns, tools, **variables)
         if tools is not None:
             raise ValueError(
                 "Tools require the model's chat template, but messages_to_prompt replaces the "
                 "template; pass only one of the two"
             )
-        turns = template_messages(chat_turns(messages))
 
         def render(turns: Sequence[Mapping[str, Any]]) -> str:
             copies = []
@@ -161,11 +159,8 @@ class PromptMaking(EngineComponent, LLM):
 
 
 def with_whole_passages(prompt_args: dict[str, Any]) -> dict[str, Any]:
-    """Restore the markers of cut passages in the variables of a prompt template.
-
-    LlamaIndex's prompt helper cuts long passages. The boundaries of the pieces are known only
-    before the template is filled.
-    """
+    """Restore the markers of passages that LlamaIndex's prompt helper cut. After a template is
+    filled, the boundaries of the pieces are unknown."""
     return {
         name: close_cut_passages(value) if isinstance(value, str) and name != "query_str" else value
         for name, value in prompt_args.items()

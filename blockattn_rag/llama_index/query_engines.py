@@ -39,13 +39,10 @@ from blockattn_rag.prompts.markers import strip_markers, wrap
 
 
 def configure(llm: LLM) -> None:
-    """Set ``llm`` as LlamaIndex's default LLM, with a matching prompt helper and tokenizer.
+    """Set the LLM as LlamaIndex's default, with a matching prompt helper and tokenizer.
 
     Chat engines take their prompt helper from ``Settings``. Without this call, they cut passages
     that do not fit in the context window.
-
-    Args:
-        llm: A ``BlockAttentionLLM``, or the LLM of ``served_llm``.
     """
     Settings.prompt_helper = BlockPromptHelper.from_llm(llm)
     Settings.llm = llm
@@ -57,14 +54,8 @@ def encode_prompt_head(
 ) -> None:
     """Encode and store the text before the passages in a prompt template.
 
-    Answering a question stores only passages. Without this function, the first question in each
-    process prefills the text before the passages. If the template puts the question first, nothing
-    is stored.
-
-    Args:
-        llm: LLM that generates the answers.
-        prompt: Template with ``context_str`` and ``query_str``. Default: LlamaIndex's
-            question-answering template.
+    Answering a question stores only passages, so without this function, the first question in each
+    process prefills that text. If the template puts the question first, nothing is stored.
     """
     query = "\u241equery\u241e"
     head = llm.filled(prompt, context_str=wrap("passage"), query_str=query).context[:1]
@@ -75,12 +66,9 @@ def encode_prompt_head(
 def block_response_synthesizer(
     llm: LLM, response_mode: ResponseMode | str = ResponseMode.COMPACT, **kwargs: Any
 ) -> BaseSynthesizer:
-    """Create a response synthesizer that keeps blocks complete (``get_response_synthesizer``).
+    """Create a response synthesizer that keeps blocks complete.
 
-    Args:
-        llm: LLM that generates the answers.
-        response_mode: Mode of the synthesizer.
-        kwargs: Additional arguments of ``get_response_synthesizer``.
+    The arguments are those of LlamaIndex's ``get_response_synthesizer``.
     """
     mode = ResponseMode(response_mode)
     if mode in (ResponseMode.CONTEXT_ONLY, ResponseMode.NO_TEXT):
@@ -125,8 +113,7 @@ def block_query_engine(
         node_postprocessors: Additional postprocessors, which run before ``BlockKVPostprocessor``.
         response_mode: Mode of the synthesizer.
         streaming: Whether to stream answers.
-        kwargs: Additional arguments of ``as_query_engine``, such as ``similarity_top_k`` for the
-            retriever or ``output_cls`` for the synthesizer.
+        kwargs: Additional arguments of ``as_query_engine``, such as ``similarity_top_k``.
     """
     # LlamaIndex does not pass these arguments to an existing synthesizer.
     own = {name: kwargs.pop(name) for name in _SYNTHESIS & kwargs.keys()}
@@ -143,49 +130,28 @@ def block_query_engine(
 class BlockCitationQueryEngine(CitationQueryEngine):
     """``CitationQueryEngine`` that reuses passages.
 
-    Each retrieved node is one source and one stored block. It is not split by
-    ``citation_chunk_size``, and its label (``Source 1:``) is outside of the block. The text of a
-    source is the content in ``MetadataMode.LLM``, including metadata; ``metadata_mode`` is ignored.
-    With ``multimodal=True``, the engine behaves like its parent class, and passages are not reused.
+    Each retrieved node is one source and one stored block, with its label (``Source 1:``) outside
+    of the block. ``citation_chunk_size`` and ``metadata_mode`` are ignored: the text of a source is
+    the content in ``MetadataMode.LLM``. With ``multimodal=True``, passages are not reused.
     """
 
     @classmethod
     def from_args(  # type: ignore[override]
-        cls,
-        index: Any,
-        llm: LLM | None = None,
-        *,
-        response_mode: ResponseMode = ResponseMode.COMPACT,
-        use_async: bool = False,
-        streaming: bool = False,
-        citation_qa_template: Any = CITATION_QA_TEMPLATE,
-        citation_refine_template: Any = CITATION_REFINE_TEMPLATE,
-        multimodal: bool = False,
-        **kwargs: Any,
+        cls, index: Any, llm: LLM | None = None, **kwargs: Any
     ) -> CitationQueryEngine:
         """``CitationQueryEngine.from_args`` with a synthesizer that keeps blocks complete."""
         keeps_blocks: bool = isinstance(llm, BlockLLM)
-        if llm is not None and keeps_blocks and not multimodal:
+        if llm is not None and keeps_blocks and not kwargs.get("multimodal"):
             synthesizer = block_response_synthesizer(
                 llm,
-                response_mode,
-                use_async=use_async,
-                streaming=streaming,
-                text_qa_template=citation_qa_template,
-                refine_template=citation_refine_template,
+                kwargs.get("response_mode", ResponseMode.COMPACT),
+                use_async=kwargs.get("use_async", False),
+                streaming=kwargs.get("streaming", False),
+                text_qa_template=kwargs.get("citation_qa_template", CITATION_QA_TEMPLATE),
+                refine_template=kwargs.get("citation_refine_template", CITATION_REFINE_TEMPLATE),
             )
             kwargs.setdefault("response_synthesizer", synthesizer)
-        return super().from_args(
-            index,
-            llm,
-            response_mode=response_mode,
-            use_async=use_async,
-            streaming=streaming,
-            citation_qa_template=citation_qa_template,
-            citation_refine_template=citation_refine_template,
-            multimodal=multimodal,
-            **kwargs,
-        )
+        return super().from_args(index, llm, **kwargs)
 
     def _create_citation_nodes(self, nodes: list[NodeWithScore]) -> list[NodeWithScore]:
         if self._multimodal:

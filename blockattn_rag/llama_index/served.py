@@ -8,7 +8,7 @@ from llama_index.core.base.llms.types import ChatMessage
 from llama_index.core.bridge.pydantic import PrivateAttr
 from llama_index.core.prompts import BasePromptTemplate
 
-from blockattn_rag.adapters.server_source import ServerSource
+from blockattn_rag.adapters.sources import ServerSource
 from blockattn_rag.lazy import missing_extra
 from blockattn_rag.llama_index.prompting import with_whole_passages
 from blockattn_rag.model.loading import load_tokenizer
@@ -42,20 +42,20 @@ class ServedLLM(OpenAILike):
         """The server, for ingestion with ``BlockKVTransform(llm=...)``."""
         return ServerSource(str(self.api_base), self.api_key)
 
-    def tokenize(self, text: str) -> list[int]:
-        """Tokenize a text without block markers and BOS, to count its tokens."""
+    def _token_counter(self) -> BlockTokenizer:
         if self._counting is None:
             name = self.model if self.tokenizer is None else self.tokenizer
-            given = load_tokenizer(name) if isinstance(name, str) else name
-            self._counting = BlockTokenizer(given)
-        return self._counting.text_ids(strip_markers(text))
+            self._counting = BlockTokenizer(load_tokenizer(name) if isinstance(name, str) else name)
+        return self._counting
+
+    def tokenize(self, text: str) -> list[int]:
+        """Tokenize a text without block markers and BOS, to count its tokens."""
+        return self._token_counter().text_ids(strip_markers(text))
 
     def prompt_tokens(self, prompt: BasePromptTemplate, **variables: str) -> int:
         messages = self._get_messages(prompt, **variables)
         turns = [{"role": str(m.role.value), "content": m.content or ""} for m in messages]
-        self.tokenize("")
-        assert self._counting is not None
-        ids = self._counting.tokenizer.apply_chat_template(
+        ids = self._token_counter().tokenizer.apply_chat_template(
             turns, tokenize=True, add_generation_prompt=True, return_dict=False
         )
         return len(ids)
@@ -88,8 +88,8 @@ def served_llm(
             ``max_tokens=256``, and the server's context window.
 
     Raises:
-        ServingError: The server is unreachable, does not have this package's connector, or has
-            another marker key.
+        ServingError: The server is unreachable, lacks this package's connector, or has another
+            marker key.
     """
     client = ServerClient(url, api_key)
     client.check_markers()

@@ -1,71 +1,44 @@
-"""Base classes of components with a model, which can be reloaded from their fields."""
+"""Base class of components with a model, which can be reloaded from their fields."""
 
 from __future__ import annotations
 
-import pickle
 from typing import Any
 
 from llama_index.core.bridge.pydantic import Field, PrivateAttr
 from llama_index.core.schema import BaseComponent
 
-from blockattn_rag.adapters.engine_source import EngineSource
-from blockattn_rag.adapters.server_source import ServerSource
-from blockattn_rag.engine.engine import BlockAttentionEngine
+from blockattn_rag.adapters.sources import Source
 
 
 class SourceComponent(BaseComponent):
     """LlamaIndex component with a model, in this process or on a server.
 
-    The fields are sufficient to reload the model, in another process or from ``to_dict``.
-    Components created from a model, engine or store object cannot be pickled.
+    The fields are sufficient to reload the model, unless it was created from live objects.
     """
 
-    model_name: str | None = Field(default=None, description="Name or path of the model.")
-    tokenizer_name: str | None = Field(
-        default=None, description="Name or path of the tokenizer. Default: model_name."
-    )
-    kv_store: str | None = Field(
-        default=None, description="Directory or address of the KV store. Default: in memory."
-    )
-    device_map: str = Field(
-        default="auto", description="Device of the model, such as 'cuda:0', or 'auto'."
-    )
-    model_kwargs: dict[str, Any] = Field(
-        default_factory=dict, description="Additional arguments for loading the model."
-    )
-    recipe: str = Field(default="auto", description="Recipe of block mode.")
+    model_name: str | None = None
+    tokenizer_name: str | None = None
+    kv_store: str | None = None
+    device_map: str = "auto"
+    model_kwargs: dict[str, Any] = Field(default_factory=dict)
+    recipe: str = "auto"
 
-    _source: EngineSource | ServerSource = PrivateAttr()
+    _source: Source = PrivateAttr()
 
     @property
-    def source(self) -> EngineSource | ServerSource:
+    def source(self) -> Source:
         """Source of the model. Components with the same source share it."""
         return self._source
 
+    @classmethod
+    def class_name(cls) -> str:
+        return cls.__name__
+
     def __getstate__(self) -> dict[str, Any]:
-        if live := self._source.live_parts:
-            raise pickle.PicklingError(
-                f"This {type(self).__name__} was created from live objects ({' and '.join(live)}), "
-                "which cannot be sent to another process; pass model_name= and kv_store= (a "
-                "directory or an address), or run the ingestion pipeline without num_workers"
-            )
+        # LlamaIndex would silently drop a source that cannot be pickled.
+        self._source.__reduce__()
         return super().__getstate__()
 
     def __deepcopy__(self, memo: dict[int, Any] | None = None) -> SourceComponent:
         # Weights and locks are shared, never copied.
         return self.model_copy()
-
-
-class EngineComponent(SourceComponent):
-    """LlamaIndex component whose model runs in this process."""
-
-    _source: EngineSource = PrivateAttr()
-
-    @property
-    def source(self) -> EngineSource:
-        """Source of the engine. Components with the same source share the model."""
-        return self._source
-
-    @property
-    def engine(self) -> BlockAttentionEngine:
-        return self._source.engine

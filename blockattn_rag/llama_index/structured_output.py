@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Generator, Sequence
+from collections.abc import AsyncGenerator, Generator
 from typing import Any, TypeVar
 
 from llama_index.core.base.llms.types import ChatMessage, ChatResponse, MessageRole
@@ -30,11 +30,8 @@ _JSON: TypeAdapter[Any] = TypeAdapter(Any)
 class StructuredPrediction(LLM):
     """LLM methods that return objects, used by ``output_cls`` and ``as_structured_llm``.
 
-    The schema is appended to the last message, and a grammar enforces it.
-
-    Raises:
-        IncompleteAnswerError: Raised by calls if the answer was cut off.
-        GrammarError: Raised by calls if the schema cannot be compiled.
+    The schema is appended to the last message, and a grammar enforces it. Calls raise
+    ``IncompleteAnswerError`` or, if the schema does not compile, ``GrammarError``.
     """
 
     @dispatcher.span
@@ -46,9 +43,8 @@ class StructuredPrediction(LLM):
         **prompt_args: Any,
     ) -> Model:
         _dispatch_start(output_cls, prompt, prompt_args)
-        messages = self._messages_with_schema(output_cls, prompt, prompt_args)
-        answer = self.chat(messages, **_with_schema(output_cls, llm_kwargs))
-        return _dispatch_end(_complete(output_cls, answer))
+        messages, options = self._request(output_cls, prompt, llm_kwargs, prompt_args)
+        return _dispatch_end(_complete(output_cls, self.chat(messages, **options)))
 
     @dispatcher.span
     async def astructured_predict(
@@ -59,9 +55,8 @@ class StructuredPrediction(LLM):
         **prompt_args: Any,
     ) -> Model:
         _dispatch_start(output_cls, prompt, prompt_args)
-        messages = self._messages_with_schema(output_cls, prompt, prompt_args)
-        answer = await self.achat(messages, **_with_schema(output_cls, llm_kwargs))
-        return _dispatch_end(_complete(output_cls, answer))
+        messages, options = self._request(output_cls, prompt, llm_kwargs, prompt_args)
+        return _dispatch_end(_complete(output_cls, await self.achat(messages, **options)))
 
     def _structured_stream_call(
         self,
@@ -71,8 +66,8 @@ class StructuredPrediction(LLM):
         **prompt_args: Any,
     ) -> Generator[Any, None, None]:
         partial_objects = _PartialObjects(output_cls)
-        messages = self._messages_with_schema(output_cls, prompt, prompt_args)
-        for step in self.stream_chat(messages, **_with_schema(output_cls, llm_kwargs)):
+        messages, options = self._request(output_cls, prompt, llm_kwargs, prompt_args)
+        for step in self.stream_chat(messages, **options):
             yield from partial_objects.take(step)
 
     async def _structured_astream_call(
@@ -83,27 +78,28 @@ class StructuredPrediction(LLM):
         **prompt_args: Any,
     ) -> AsyncGenerator[Any, None]:
         partial_objects = _PartialObjects(output_cls)
-        messages = self._messages_with_schema(output_cls, prompt, prompt_args)
-        steps = await self.astream_chat(messages, **_with_schema(output_cls, llm_kwargs))
+        messages, options = self._request(output_cls, prompt, llm_kwargs, prompt_args)
+        steps = await self.astream_chat(messages, **options)
+        return (partial async for step in steps for partial in partial_objects.take(step))
 
-        async def objects() -> AsyncGenerator[Any, None]:
-            async for step in steps:
-                for partial in partial_objects.take(step):
-                    yield partial
-
-        return objects()
-
-    def _messages_with_schema(
-        self, output_cls: type[BaseModel], prompt: BasePromptTemplate, prompt_args: dict[str, Any]
-    ) -> Sequence[ChatMessage]:
-        """Format a prompt as messages, with the schema appended."""
-        expected = PydanticOutputParser(output_cls).get_format_string(escape_json=False)
+    def _request(
+        self,
+        output_cls: type[BaseModel],
+        prompt: BasePromptTemplate,
+        llm_kwargs: dict[str, Any] | None,
+        prompt_args: dict[str, Any],
+    ) -> tuple[list[ChatMessage], dict[str, Any]]:
+        """Return messages with the schema appended, and call options that enforce the schema."""
+        expected = PydanticOutputParser(output_cls).get_format_string(escape_json=False).strip()
         messages = [*self._get_messages(prompt, **prompt_args)]
-        if not messages or messages[-1].role != MessageRole.USER:
-            return [*messages, ChatMessage(role=MessageRole.USER, content=expected.strip())]
-        last = messages[-1].model_copy(deep=True)
-        last.content = f"{last.content or ''}\n\n{expected.strip()}"
-        return [*messages[:-1], last]
+        if messages and messages[-1].role == MessageRole.USER:
+            last = messages.pop().model_copy(deep=True)
+            last.content = f"{last.content or ''}\n\n{expected}"
+        else:
+            last = ChatMessage(role=MessageRole.USER, content=expected)
+        schema = {"name": output_cls.__name__, "schema": output_cls.model_json_schema()}
+        asked = {"type": "json_schema", "json_schema": schema}
+        return [*messages, last], {**(llm_kwargs or {}), "response_format": asked}
 
 
 class _PartialObjects:
@@ -129,12 +125,6 @@ class _PartialObjects:
                 yield self._output_cls.model_validate(value)
             except ValidationError:
                 yield self._partial_cls.model_validate(value)
-
-
-def _with_schema(output_cls: type[BaseModel], llm_kwargs: dict[str, Any] | None) -> dict[str, Any]:
-    named = {"name": output_cls.__name__, "schema": output_cls.model_json_schema()}
-    asked = {"type": "json_schema", "json_schema": named}
-    return {**(llm_kwargs or {}), "response_format": asked}
 
 
 def _complete(output_cls: type[Model], answer: ChatResponse) -> Model:

@@ -20,6 +20,7 @@ from blockattn_rag.engine.ingest import EncodeStats
 from blockattn_rag.langchain import BlockKVTransformer, ChatBlockAttention
 from blockattn_rag.llama_index import BlockAttentionLLM, BlockKVTransform
 from blockattn_rag.llama_index.messages import INVALID_CALLS
+from blockattn_rag.prompts.blocks import BlockPrompt
 
 How = Literal["whole", "stream", "awaited", "awaited stream"]
 EVERY_WAY = pytest.mark.parametrize("how", ["whole", "stream", "awaited", "awaited stream"])
@@ -85,6 +86,11 @@ class LangChain:
             metadata["block_attention"],
         )
 
+    def prompt(self, chat: Any, *turns: tuple[str, str]) -> BlockPrompt:
+        """Return the prompt for a conversation of roles and texts."""
+        prompt: BlockPrompt = chat.to_prompt(chat._convert_input(turns).to_messages())
+        return prompt
+
     def ingestion(self, **arguments: Any) -> Any:
         """Return an ingestion step."""
         return BlockKVTransformer(**arguments)
@@ -149,6 +155,10 @@ class LlamaIndex:
             raw["finish_reason"],
             raw["usage"],
         )
+
+    def prompt(self, chat: Any, *turns: tuple[str, str]) -> BlockPrompt:
+        prompt: BlockPrompt = chat.to_prompt([ChatMessage(text, role=role) for role, text in turns])
+        return prompt
 
     def ingestion(self, **arguments: Any) -> Any:
         model = arguments.pop("model", None)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from blockattn_rag.adapters.arguments import check_known
+from tests.adapters.frameworks import EACH, Framework
 
 
 class Thing:
@@ -47,24 +48,12 @@ def test_aliases_of_arguments_are_accepted() -> None:
     assert (chat.max_tokens, chat.stop, chat.tags) == (3, ["x"], ["a"])
 
 
-def test_an_llm_of_another_type_raises_type_error() -> None:
-    from blockattn_rag.langchain import BlockKVTransformer
-    from blockattn_rag.llama_index import BlockKVTransform
-
+@EACH
+def test_objects_of_other_types_raise_type_error(framework: Framework) -> None:
     wrong: Any = "bundled"
-    said = r"such as {}\(\.\.\.\); found str 'bundled'\. Pass a model name as model="
-    with pytest.raises(TypeError, match=said.format("ChatBlockAttention")):
-        BlockKVTransformer(llm=wrong)
-    with pytest.raises(TypeError, match=said.format("BlockAttentionLLM")):
-        BlockKVTransform(llm=wrong)
-
-
-def test_texts_instead_of_documents_raise_type_error() -> None:
-    from blockattn_rag.langchain import BlockKVTransformer
-    from blockattn_rag.llama_index import BlockKVTransform
-
-    texts: list[Any] = ["a passage"]
-    with pytest.raises(TypeError, match=r"list of Document, found str 'a passage' at index 0"):
-        BlockKVTransformer(model="bundled").transform_documents(texts)
-    with pytest.raises(TypeError, match=r"list of BaseNode, found str .*TextNode\(text=text\)"):
-        BlockKVTransform("bundled")(texts)
+    with pytest.raises(TypeError, match=r"\(\.\.\.\); found str 'bundled'\. Pass a model name as"):
+        framework.ingestion(llm=wrong)
+    step = framework.ingestion(model="bundled")
+    ingest = getattr(step, "transform_documents", step)
+    with pytest.raises(TypeError, match=r"Expected a list of \w+, found str 'a text' at index 0"):
+        ingest(["a text"])

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
 from tests.adapters.frameworks import AWAITED, EACH, Framework, How
 from tests.engines import CountingEngine, tuned_engine
-from tests.holding import FEW, LONGEST_S, Held
+from tests.holding import FEW, Held
 
 pytestmark = EACH
 
@@ -78,17 +78,11 @@ async def test_closing_an_async_stream_frees_the_model(
 def test_streams_of_two_threads_are_independent(framework: Framework, chat: Any) -> None:
     questions = ["Hello", "Good day"]
     expected = [framework.ask(chat, "whole", one, **SHORT).text for one in questions]
-    answers: dict[str, str] = {}
-
-    def read(question: str) -> None:
-        answers[question] = framework.ask(chat, "stream", question, **SHORT).text
-
-    readers = [threading.Thread(target=read, args=(one,)) for one in questions]
-    for reader in readers:
-        reader.start()
-    for reader in readers:
-        reader.join(LONGEST_S)
-    assert [answers[one] for one in questions] == expected
+    with ThreadPoolExecutor() as threads:
+        answers = threads.map(
+            lambda question: framework.ask(chat, "stream", question, **SHORT).text, questions
+        )
+        assert list(answers) == expected
 
 
 async def test_gathered_calls_share_a_batch(framework: Framework, chat: Any) -> None:

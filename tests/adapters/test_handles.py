@@ -30,6 +30,11 @@ def test_non_string_handles_are_ignored() -> None:
     assert live_handles([Collection(*odd, None, {}, {HANDLE_KEY: "a" * 32})]) == {"a" * 32}
 
 
+def test_large_collections_are_read_page_by_page() -> None:
+    many = [{HANDLE_KEY: f"{i:032x}"} if i % 2 else {"other": 1} for i in range(2050)]
+    assert len(live_handles([Collection(*many), Collection({HANDLE_KEY: "f" * 32})])) == 1026
+
+
 def test_a_non_string_digest_makes_a_handle_stale() -> None:
     assert live_handles([Collection({HANDLE_KEY: "a" * 32, DIGEST_KEY: ["x"]})]) == set()
 

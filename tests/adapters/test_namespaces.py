@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from blockattn_rag import BlockAttentionEngine
-from blockattn_rag.adapters.engine_source import EngineSource
-from blockattn_rag.langchain import BlockKVTransformer
+from blockattn_rag.adapters.sources import EngineSource
 from blockattn_rag.llama_index import BlockKVTransform
 from blockattn_rag.model import BlockModel
 from blockattn_rag.store import MemoryStore
 from blockattn_rag.store.namespaces import Access
+from tests.adapters.frameworks import EACH, Framework
 from tests.models import shared_tiny_llama, tiny_tokenizer
 
 
@@ -42,17 +42,9 @@ def test_loading_arguments_reach_the_engine(store: MemoryStore) -> None:
     assert source.fields()["model_kwargs"] == arguments
 
 
-@pytest.mark.parametrize("step", ["llama_index", "langchain"])
-def test_ingestion_uses_the_engines_namespace(store: MemoryStore, step: str) -> None:
-    engine = engine_of(store, "one")
-    if step == "llama_index":
-        from llama_index.core.schema import TextNode
-
-        BlockKVTransform(engine=engine)([TextNode(text="a passage")])
-    else:
-        from langchain_core.documents import Document
-
-        BlockKVTransformer(engine=engine).transform_documents([Document("a passage")])
+@EACH
+def test_ingestion_uses_the_engines_namespace(framework: Framework, store: MemoryStore) -> None:
+    framework.ingest(framework.ingestion(engine=engine_of(store, "one")), ["a passage"])
     assert [kv.namespace for key in list(store.keys()) if (kv := store.get(key))] == ["one"]
 
 

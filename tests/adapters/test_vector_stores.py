@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ from langchain_core.vectorstores import InMemoryVectorStore, VectorStore
 from langchain_postgres import PGEngine, PGVectorStore
 from langchain_qdrant import QdrantVectorStore
 from llama_index.core import StorageContext, VectorStoreIndex
-from llama_index.core.schema import BaseNode, TextNode
+from llama_index.core.schema import BaseNode, MetadataMode, TextNode
 from llama_index.core.vector_stores import SimpleVectorStore
 from llama_index.vector_stores.faiss import FaissVectorStore
 from llama_index.vector_stores.qdrant import QdrantVectorStore as QdrantNodes
@@ -23,21 +23,11 @@ from qdrant_client import QdrantClient
 from qdrant_client.models import Distance, VectorParams
 
 from blockattn_rag import BlockAttentionEngine
-from blockattn_rag.engine.results import Generation
-from blockattn_rag.langchain import (
-    BlockKVTransformer,
-    ChatBlockAttention,
-    HashingEmbeddings,
-    format_blocks,
-)
-from blockattn_rag.llama_index import (
-    BlockAttentionLLM,
-    BlockKVTransform,
-    HashingEmbedding,
-    block_query_engine,
-)
+from blockattn_rag.langchain import BlockKVTransformer, HashingEmbeddings, format_blocks
+from blockattn_rag.llama_index import BlockKVPostprocessor, BlockKVTransform, HashingEmbedding
 from blockattn_rag.llama_index import live_handles as live
 from blockattn_rag.store import DirectoryStore, gc
+from tests.adapters.frameworks import FRAMEWORKS, Framework
 from tests.langchain.conftest import tiny_block_model
 
 TEXTS = [
@@ -50,9 +40,9 @@ DIMENSIONS = 256
 
 
 class Filled(NamedTuple):
-    """A vector store with passages, and a function that lists the handles that it refers to."""
+    """Functions of a vector store with passages: marked passages for the question, and handles."""
 
-    store: Any
+    retrieve: Callable[[], str]
     live_handles: Callable[[], Iterable[str]]
 
 
@@ -76,13 +66,15 @@ def postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         server.cleanup()
 
 
-# LangChain
+def retrieving(store: VectorStore) -> Callable[[], str]:
+    retriever = store.as_retriever(search_kwargs={"k": 2})
+    return lambda: format_blocks(retriever.invoke(QUESTION))
 
 
 def in_memory(documents: list[Document], request: pytest.FixtureRequest) -> Filled:
     store = InMemoryVectorStore(HashingEmbeddings(dimensions=DIMENSIONS))
     store.add_documents(documents)
-    return Filled(store, lambda: live(store.get_by_ids(list(store.store))))
+    return Filled(retrieving(store), lambda: live(store.get_by_ids(list(store.store))))
 
 
 def qdrant_client(name: str) -> QdrantClient:
@@ -105,7 +97,9 @@ def in_qdrant(documents: list[Document], request: pytest.FixtureRequest) -> Fill
     client = qdrant_client("passages")
     store = QdrantVectorStore(client, "passages", HashingEmbeddings(dimensions=DIMENSIONS))
     store.add_documents(documents)
-    return Filled(store, lambda: live(one["metadata"] for one in payloads(client, "passages")))
+    return Filled(
+        retrieving(store), lambda: live(one["metadata"] for one in payloads(client, "passages"))
+    )
 
 
 def in_pgvector(documents: list[Document], request: pytest.FixtureRequest) -> Filled:
@@ -123,85 +117,68 @@ def in_pgvector(documents: list[Document], request: pytest.FixtureRequest) -> Fi
             rows = connection.execute("SELECT langchain_metadata->>'kv_handle' FROM passages")
             return [handle for (handle,) in rows]
 
-    return Filled(store, handles)
+    return Filled(retrieving(store), handles)
+
+
+def nodes_in_memory(nodes: list[BaseNode]) -> Filled:
+    return indexed(nodes, SimpleVectorStore())
+
+
+def nodes_in_faiss(nodes: list[BaseNode]) -> Filled:
+    return indexed(nodes, FaissVectorStore(faiss_index=faiss.IndexFlatIP(DIMENSIONS)))
+
+
+def nodes_in_qdrant(nodes: list[BaseNode]) -> Filled:
+    client = QdrantClient(":memory:")
+    filled = indexed(nodes, QdrantNodes("passages", client=client))
+    return filled._replace(live_handles=lambda: live(payloads(client, "passages")))
+
+
+def indexed(nodes: list[BaseNode], vector_store: Any) -> Filled:
+    storage = StorageContext.from_defaults(vector_store=vector_store)
+    embedding = HashingEmbedding(dimensions=DIMENSIONS)
+    index = VectorStoreIndex(nodes, storage_context=storage, embed_model=embedding)
+
+    def retrieve() -> str:
+        found = index.as_retriever(similarity_top_k=2).retrieve(QUESTION)
+        marked = BlockKVPostprocessor().postprocess_nodes(found)
+        return "\n\n".join(node.node.get_content(MetadataMode.LLM) for node in marked)
+
+    return Filled(retrieve, lambda: live(index.docstore.docs.values()))
+
+
+def assert_reused_and_collected(
+    framework: Framework, engine: BlockAttentionEngine, filled: Filled
+) -> None:
+    chat = framework.chat(engine, 2)
+
+    def hits() -> tuple[int, int]:
+        passages = filled.retrieve()
+        assert TEXTS[1] in passages
+        reuse = framework.ask(chat, "whole", f"{passages}\n\n{QUESTION}").reuse
+        return reuse["hits"], reuse["misses"]
+
+    assert hits() == (2, 1)  # the miss is the start of the message
+    framework.ingest(framework.ingestion(llm=chat), ["Added to no vector store."])
+    assert isinstance(engine.store, DirectoryStore)
+    report = gc(engine.store, set(filled.live_handles()), grace_s=0)
+    assert (report.kept, report.deleted.count) == (3, 1)
+    assert hits() == (3, 0)
 
 
 @pytest.mark.parametrize("make", [in_memory, in_qdrant, in_pgvector])
 def test_langchain_reuses_and_collects_over_any_vector_store(
     make: Callable[..., Filled], engine: BlockAttentionEngine, request: pytest.FixtureRequest
 ) -> None:
-    chat = ChatBlockAttention(engine=engine, max_tokens=2)
-    documents = [Document(one, id=f"{i:032x}") for i, one in enumerate(TEXTS)]
-    stamped = BlockKVTransformer(llm=chat).transform_documents(documents)
-    filled = make(stamped, request)
-    assert isinstance(filled.store, VectorStore)
-
-    def hits() -> tuple[int, int]:
-        found = filled.store.as_retriever(search_kwargs={"k": 2}).invoke(QUESTION)
-        assert TEXTS[1] in [document.page_content for document in found]
-        messages = [("human", f"{format_blocks(found)}\n\n{QUESTION}")]
-        reuse = chat.invoke(messages).response_metadata["block_attention"]
-        return reuse["hits"], reuse["misses"]
-
-    assert hits() == (2, 1)  # the miss is the start of the message
-    BlockKVTransformer(llm=chat).transform_documents([Document("Added to no vector store.")])
-    store = engine.store
-    assert isinstance(store, DirectoryStore)
-    report = gc(store, set(filled.live_handles()), grace_s=0)
-    assert (report.kept, report.deleted.count) == (3, 1)
-    assert hits() == (3, 0)
-
-
-# LlamaIndex
-
-
-def nodes_in_memory(nodes: Sequence[BaseNode]) -> Filled:
-    index = indexed(nodes, SimpleVectorStore())
-    return Filled(index, lambda: live(index.docstore.docs.values()))
-
-
-def nodes_in_faiss(nodes: Sequence[BaseNode]) -> Filled:
-    index = indexed(nodes, FaissVectorStore(faiss_index=faiss.IndexFlatIP(DIMENSIONS)))
-    return Filled(index, lambda: live(index.docstore.docs.values()))
-
-
-def nodes_in_qdrant(nodes: Sequence[BaseNode]) -> Filled:
-    client = QdrantClient(":memory:")
-    index = indexed(nodes, QdrantNodes("passages", client=client))
-    return Filled(index, lambda: live(payloads(client, "passages")))
-
-
-def indexed(nodes: Sequence[BaseNode], vector_store: Any) -> VectorStoreIndex:
-    storage = StorageContext.from_defaults(vector_store=vector_store)
-    embedding = HashingEmbedding(dimensions=DIMENSIONS)
-    return VectorStoreIndex(nodes, storage_context=storage, embed_model=embedding)
+    documents = [Document(text, id=f"{i:032x}") for i, text in enumerate(TEXTS)]
+    filled = make(BlockKVTransformer(engine=engine).transform_documents(documents), request)
+    assert_reused_and_collected(FRAMEWORKS["langchain"], engine, filled)
 
 
 @pytest.mark.filterwarnings("ignore:Payload indexes have no effect:UserWarning")
 @pytest.mark.parametrize("make", [nodes_in_memory, nodes_in_faiss, nodes_in_qdrant])
 def test_llama_index_reuses_and_collects_over_any_vector_store(
-    make: Callable[..., Filled], engine: BlockAttentionEngine, monkeypatch: pytest.MonkeyPatch
+    make: Callable[..., Filled], engine: BlockAttentionEngine
 ) -> None:
-    llm = BlockAttentionLLM(engine=engine, max_new_tokens=2)
-    filled = make(BlockKVTransform(llm=llm)([TextNode(text=one) for one in TEXTS]))
-    answers = []
-
-    def generate(self: BlockAttentionEngine, *args: Any, **options: Any) -> Generation:
-        answers.append(original(self, *args, **options))
-        return answers[-1]
-
-    original = BlockAttentionEngine.generate
-    monkeypatch.setattr(BlockAttentionEngine, "generate", generate)
-
-    def hits() -> tuple[int, int]:
-        asked = block_query_engine(filled.store, llm, similarity_top_k=2).query(QUESTION)
-        assert TEXTS[1] in [found.node.get_content() for found in asked.source_nodes]
-        return answers[-1].stats.hits, answers[-1].stats.misses
-
-    assert hits() == (2, 1)  # the miss is the start of the message
-    BlockKVTransform(llm=llm)([TextNode(text="Added to no vector store.")])
-    store = engine.store
-    assert isinstance(store, DirectoryStore)
-    report = gc(store, set(filled.live_handles()), grace_s=0)
-    assert (report.kept, report.deleted.count) == (3, 1)
-    assert hits() == (3, 0)
+    filled = make(BlockKVTransform(engine=engine)([TextNode(text=text) for text in TEXTS]))
+    assert_reused_and_collected(FRAMEWORKS["llama_index"], engine, filled)

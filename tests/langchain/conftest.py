@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import string
-from functools import lru_cache
-from pathlib import Path
+from collections.abc import Iterable
+from functools import lru_cache, reduce
+from operator import add
 from typing import Any
 from uuid import uuid4
 
-import chromadb
 import pytest
-from chromadb.config import Settings
 from langchain_chroma import Chroma
 from langchain_core.documents import Document
+from langchain_core.messages import AIMessageChunk, BaseMessage
+from langchain_core.tools import tool
 
 from blockattn_rag import BlockAttentionEngine
 from blockattn_rag.langchain import ChatBlockAttention, HashingEmbeddings
 from blockattn_rag.model import BlockModel
 from blockattn_rag.store import MemoryStore
 from tests.engines import tuned_model
-
-NO_TELEMETRY = Settings(anonymized_telemetry=False)
+from tests.scripted import Script, ScriptedEngine
 
 
 @lru_cache(maxsize=1)
@@ -38,6 +38,31 @@ def chat(engine: BlockAttentionEngine) -> ChatBlockAttention:
     return ChatBlockAttention(engine=engine, max_tokens=6)
 
 
+def scripted(answer: str | Script, max_tokens: int = 300, **options: Any) -> ChatBlockAttention:
+    script = (lambda _: answer) if isinstance(answer, str) else answer
+    engine = ScriptedEngine(script, model=options.pop("model", None))
+    return ChatBlockAttention(engine=engine, max_tokens=max_tokens, **options)
+
+
+def reuse_of(message: BaseMessage) -> dict[str, Any]:
+    figures: dict[str, Any] = message.response_metadata["block_attention"]
+    return figures
+
+
+def whole(chunks: Iterable[Any]) -> AIMessageChunk:
+    message: AIMessageChunk = reduce(add, chunks)
+    return message
+
+
+@tool
+def look_up(query: str) -> str:
+    """Look something up."""
+    return f"found {query}"
+
+
+LOOKING_UP = '<tool_call>\n{"name": "look_up", "arguments": {"query": "towers"}}\n</tool_call>'
+
+
 def passages(count: int = 3, size: int = 60) -> list[Document]:
     """Return documents of about ``size`` characters, with titles and without common words."""
     return [
@@ -48,15 +73,6 @@ def passages(count: int = 3, size: int = 60) -> list[Document]:
         )
         for n in range(count)
     ]
-
-
-@pytest.fixture(params=["embedded", "server"])
-def chroma_client(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
-    """A Chroma client, embedded and as a server in turn."""
-    if request.param == "embedded":
-        return chromadb.PersistentClient(str(tmp_path / "chroma"), settings=NO_TELEMETRY)
-    port = request.getfixturevalue("chroma_server")
-    return chromadb.HttpClient("127.0.0.1", port, settings=NO_TELEMETRY)
 
 
 @pytest.fixture

@@ -37,11 +37,12 @@ from blockattn_rag.langchain.agents import NOTHING_FOUND
 from blockattn_rag.model import BlockModel
 from blockattn_rag.prompts.blocks import handle_of
 from tests.engines import tuned_model
-from tests.langchain.conftest import passages, tiny_block_model
+from tests.langchain.conftest import passages, reuse_of, scripted, tiny_block_model
 from tests.models import tiny_tokenizer
-from tests.scripted import TOOL_TEMPLATE, Script, ScriptedEngine, prompts_of
+from tests.scripted import TOOL_TEMPLATE, prompts_of
 
 QUESTION = "<|user|>\n"
+THREAD: Any = {"configurable": {"thread_id": "1"}}
 
 
 class Numbered(BaseRetriever):
@@ -74,13 +75,14 @@ def steps(prompt: str) -> str:
     return looking_up(last.removeprefix("About "))
 
 
-def chat_that(script: Script) -> ChatBlockAttention:
-    return ChatBlockAttention(engine=ScriptedEngine(script), max_tokens=200)
+def asking(text: str) -> Any:
+    return {"messages": [("human", text)]}
 
 
-def reuse_of(message: BaseMessage) -> dict[str, Any]:
-    figures: dict[str, Any] = message.response_metadata["block_attention"]
-    return figures
+def answers_of_turns(agent: Any, count: int) -> list[Any]:
+    """Return the answers to questions about passages in one conversation."""
+    turns = (asking(f"About {turn % 4} 3") for turn in range(count))
+    return [agent.invoke(turn, THREAD)["messages"][-1] for turn in turns]
 
 
 async def test_retriever_tool_gives_marked_text_and_handles(retriever: Numbered) -> None:
@@ -101,13 +103,12 @@ def test_the_model_is_informed_if_nothing_was_found(retriever: Numbered) -> None
 
 
 def test_an_agent_with_a_retriever_tool_answers_from_stored_passages(retriever: Numbered) -> None:
-    chat = chat_that(steps)
+    chat = scripted(steps)
     BlockKVTransformer(llm=chat).transform_documents(retriever.documents)
     agent = create_agent(
         chat, [block_retriever_tool(retriever, "look_up", "Looks up.")], system_prompt="Be brief."
     )
-    given: Any = {"messages": [("human", "About 0 2")]}
-    messages = agent.invoke(given)["messages"]
+    messages = agent.invoke(asking("About 0 2"))["messages"]
     assert [type(one) for one in messages] == [HumanMessage, AIMessage, ToolMessage, AIMessage]
     assert messages[-1].content == "Found it."
     reuse = reuse_of(messages[-1])
@@ -115,37 +116,15 @@ def test_an_agent_with_a_retriever_tool_answers_from_stored_passages(retriever: 
 
 
 def test_each_turn_of_an_agent_computes_only_new_tokens(retriever: Numbered) -> None:
-    chat = chat_that(steps)
+    chat = scripted(steps)
     BlockKVTransformer(llm=chat).transform_documents(retriever.documents)
     tool = block_retriever_tool(retriever, "look_up", "Looks up.")
     agent = create_agent(chat, [tool], checkpointer=InMemorySaver())
-    config: Any = {"configurable": {"thread_id": "1"}}
-    computed, prompts = [], []
-    for turn in range(5):
-        given: Any = {"messages": [("human", f"About {turn % 4} 3")]}
-        last = agent.invoke(given, config)["messages"][-1]
-        assert last.content == "Found it."
-        computed.append(reuse_of(last)["computed_tokens"])
-        prompts.append(last.usage_metadata["input_tokens"])
-    assert prompts[-1] > 2 * prompts[0]
-    assert len(set(computed[1:])) == 1  # does not grow with the history
-
-
-@pytest.mark.parametrize("is_async", [False, True])
-async def test_passages_are_looked_up_before_the_model_is_asked(
-    retriever: Numbered, chat: ChatBlockAttention, is_async: bool
-) -> None:
-    BlockKVTransformer(llm=chat).transform_documents(retriever.documents)
-    # The model's chat template does not support tools.
-    agent = create_agent(chat, [], middleware=[RetrieveFirst(retriever)])
-    given: Any = {"messages": [("human", "About 0 1")]}
-    result = await agent.ainvoke(given) if is_async else agent.invoke(given)
-    kinds = [type(one) for one in result["messages"]]
-    assert kinds == [HumanMessage, AIMessage, ToolMessage, AIMessage]
-    assert reuse_of(result["messages"][-1])["hits"] == 2
-    assert [one.page_content for one in result["messages"][2].artifact] == [
-        one.page_content for one in passages(2)
-    ]
+    answers = answers_of_turns(agent, 5)
+    assert {answer.content for answer in answers} == {"Found it."}
+    first, *_, last = (answer.usage_metadata["input_tokens"] for answer in answers)
+    assert last > 2 * first
+    assert len({reuse_of(answer)["computed_tokens"] for answer in answers[1:]}) == 1
 
 
 @pytest.fixture
@@ -175,7 +154,7 @@ async def test_answers_over_retrieved_passages_match_the_oracle(
     BlockKVTransformer(llm=chat).transform_documents(retriever.documents)
     first = RetrieveFirst(retriever, as_tool_call=as_tool_call)
     agent = create_agent(chat, [], system_prompt="Be brief.", middleware=[first])
-    given: Any = {"messages": [("human", "About 0 1")]}
+    given = asking("About 0 1")
     result = await agent.ainvoke(given) if is_async else agent.invoke(given)
     question, call, found, answer = result["messages"]
     assert question.content == "About 0 1"  # messages have the same form in both cases
@@ -194,17 +173,12 @@ async def test_answers_over_retrieved_passages_match_the_oracle(
 def test_later_turns_reuse_passages_looked_up_first(
     retriever: Numbered, as_tool_call: bool
 ) -> None:
-    chat = chat_that(lambda _: "Found it.")
+    chat = scripted("Found it.")
     BlockKVTransformer(llm=chat).transform_documents(retriever.documents)
     first = RetrieveFirst(retriever, as_tool_call=as_tool_call)
     agent = create_agent(chat, [], middleware=[first], checkpointer=InMemorySaver())
-    config: Any = {"configurable": {"thread_id": "1"}}
-    computed = []
-    for turn in range(4):
-        given: Any = {"messages": [("human", f"About {turn % 4} 3")]}
-        last = agent.invoke(given, config)["messages"][-1]
-        computed.append(reuse_of(last)["computed_tokens"])
-    assert len(set(computed[1:])) == 1  # does not grow with the history
+    answers = answers_of_turns(agent, 4)
+    assert len({reuse_of(answer)["computed_tokens"] for answer in answers[1:]}) == 1
     *_, prompt = prompts_of(chat)
     assert prompt.count("Passage 3:") == 4
     assert prompt.count("tool_call") == 4 * 2 * as_tool_call
@@ -215,7 +189,7 @@ def test_later_turns_reuse_passages_looked_up_first(
 
 
 def test_passages_precede_the_parts_of_a_question(retriever: Numbered) -> None:
-    chat = chat_that(lambda _: "Found it.")
+    chat = scripted("Found it.")
     agent = create_agent(chat, [], middleware=[RetrieveFirst(retriever)])
     parts: list[Any] = [{"type": "text", "text": "About "}, {"type": "text", "text": "2"}]
     given: Any = {"messages": [HumanMessage(parts), AIMessage("Well?"), HumanMessage(parts)]}
@@ -232,23 +206,21 @@ def test_passages_remain_if_a_middleware_removes_the_question(retriever: Numbere
         def wrap_model_call(self, request: Any, handler: Any) -> Any:
             return handler(request.override(messages=request.messages[1:]))
 
-    chat = chat_that(lambda _: "Found it.")
+    chat = scripted("Found it.")
     agent = create_agent(chat, [], middleware=[Newest(), RetrieveFirst(retriever)])
-    given: Any = {"messages": [("human", "About 2")]}
-    agent.invoke(given)
+    agent.invoke(asking("About 2"))
     (prompt,) = prompts_of(chat)
     assert prompt.split(QUESTION)[1].startswith("Passage 2:")
     assert "tool_call" not in prompt
 
 
 def test_tool_calls_of_the_model_are_kept(retriever: Numbered) -> None:
-    chat = chat_that(
+    chat = scripted(
         lambda prompt: "Found it." if "<tool_response>" in prompt else looking_up("3", "retrieve")
     )
     tool = block_retriever_tool(retriever, "retrieve", "Looks up.")
     agent = create_agent(chat, [tool], middleware=[RetrieveFirst(retriever)])
-    given: Any = {"messages": [("human", "About 2")]}
-    assert agent.invoke(given)["messages"][-1].content == "Found it."
+    assert agent.invoke(asking("About 2"))["messages"][-1].content == "Found it."
     prompt = prompts_of(chat)[-1]
     assert retriever.queries == ["About 2", "3"]
     assert prompt.index("Passage 2:") < prompt.index("About 2") < prompt.index("<tool_response>")
@@ -257,20 +229,19 @@ def test_tool_calls_of_the_model_are_kept(retriever: Numbered) -> None:
 
 @pytest.mark.parametrize("is_async", [False, True])
 async def test_a_follow_up_question_is_condensed(retriever: Numbered, is_async: bool) -> None:
-    chat = chat_that(lambda prompt: "3 please" if "Standalone question" in prompt else "Yes.")
+    chat = scripted(lambda prompt: "3 please" if "Standalone question" in prompt else "Yes.")
     first = RetrieveFirst(retriever, condense=chat)
     agent = create_agent(chat, [], middleware=[first], checkpointer=InMemorySaver())
-    config: Any = {"configurable": {"thread_id": "1"}}
     for question in ("About 0", "And then?"):
-        given: Any = {"messages": [("human", question)]}
-        await agent.ainvoke(given, config) if is_async else agent.invoke(given, config)
+        given = asking(question)
+        await agent.ainvoke(given, THREAD) if is_async else agent.invoke(given, THREAD)
     assert retriever.queries == ["About 0", "3 please"]
     condensing = next(one for one in prompts_of(chat) if "Standalone question" in one)
     assert "Human: About 0\nAssistant: Yes.\n\nFollow-up question: And then?" in condensing
 
 
 async def test_an_agents_stream_excludes_the_condensed_question(retriever: Numbered) -> None:
-    chat = chat_that(lambda prompt: "3 please" if "Standalone question" in prompt else "Yes.")
+    chat = scripted(lambda prompt: "3 please" if "Standalone question" in prompt else "Yes.")
     agent = create_agent(chat, [], middleware=[RetrieveFirst(retriever, condense=chat)])
     asked: Any = {"messages": [("human", "About 0"), ("ai", "Yes."), ("human", "And then?")]}
     whole: Any = [*agent.stream(asked, stream_mode="messages")]
@@ -302,15 +273,15 @@ def test_templates_without_tool_results_get_passages_before_the_question(
         "{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
     )
     model = tuned_model(tokenizer, max_position_embeddings=8192)
-    engine = ScriptedEngine(lambda _: "Found it.", model=model)
-    chat = ChatBlockAttention(engine=engine, max_tokens=20)
+    chat = scripted("Found it.", 20, model=model)
     given: Any = {"messages": [("human", "About 0 1"), ("ai", "Well?"), ("human", "About 0 1")]}
     for as_tool_call in (False, True):
         first = RetrieveFirst(retriever, as_tool_call=as_tool_call)
         agent = create_agent(chat, [], middleware=[first])
         assert agent.invoke(given)["messages"][-1].content == "Found it."
-    assert engine.prompts[0] == engine.prompts[1]
-    prompt = engine.prompts[0].rpartition("<|user|>")[2]
+    by_call, by_message = prompts_of(chat)
+    assert by_call == by_message
+    prompt = by_call.rpartition("<|user|>")[2]
     assert prompt.index("Passage 0:") < prompt.index("About 0 1")
 
 

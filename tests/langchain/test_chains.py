@@ -1,24 +1,20 @@
-"""The same question through LCEL, the stuff chain, and a retriever tool in an agent loop."""
+"""The same question through LCEL and the stuff chain."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import pytest
-from langchain.agents import create_agent
-from langchain.agents.middleware import AgentMiddleware
 from langchain_chroma import Chroma
 from langchain_classic.chains import create_retrieval_chain
 from langchain_classic.chains.combine_documents import create_stuff_documents_chain
 from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.documents import Document
-from langchain_core.messages import AIMessage, ToolMessage
 from langchain_core.output_parsers import StrOutputParser
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.retrievers import BaseRetriever
 from langchain_core.runnables import RunnablePassthrough
-from langchain_core.tools import create_retriever_tool
 
 from blockattn_rag.langchain import (
     BlockDocumentPrompt,
@@ -26,98 +22,56 @@ from blockattn_rag.langchain import (
     ChatBlockAttention,
     format_blocks,
 )
+from tests.langchain.conftest import reuse_of
 
 HEAD = "Answer the question using only the context below.\n\nContext:\n"
 PROMPT = ChatPromptTemplate.from_messages([("system", HEAD + "{context}"), ("human", "{input}")])
 
 
-class Answer(NamedTuple):
-    text: str
-    figures: dict[str, Any]
-
-
-Ask = Callable[[str], Answer]
+Ask = Callable[[str, Any], str]
 
 
 class Figures(BaseCallbackHandler):
-    """Callback that keeps the reuse statistics of the last answer."""
+    """Callback that keeps the reuse statistics of all answers."""
 
     def __init__(self) -> None:
-        self.last: dict[str, Any] = {}
+        self.seen: list[tuple[int, int]] = []
 
     def on_llm_end(self, response: Any, **kwargs: Any) -> None:
-        self.last = response.generations[0][0].message.response_metadata["block_attention"]
+        reuse = reuse_of(response.generations[0][0].message)
+        self.seen.append((reuse["hits"], reuse["misses"]))
 
 
-class RetrieveFirst(AgentMiddleware[Any, Any]):
-    """Middleware that retrieves passages for every question, for models that call no tools."""
-
-    def __init__(self, tool: str) -> None:
-        super().__init__()
-        self._tool = tool
-
-    def wrap_model_call(self, request: Any, handler: Any) -> Any:
-        last = request.messages[-1]
-        if isinstance(last, ToolMessage):
-            return handler(request.override(tools=[]))
-        call = {"name": self._tool, "args": {"query": last.content}, "id": "1", "type": "tool_call"}
-        return AIMessage("", tool_calls=[call])
-
-
-def by_lcel(chat: ChatBlockAttention, retriever: BaseRetriever, figures: Figures) -> Ask:
+def by_lcel(chat: ChatBlockAttention, retriever: BaseRetriever) -> Ask:
     inputs = {"context": retriever | format_blocks, "input": RunnablePassthrough()}
-    chain = inputs | PROMPT | chat | StrOutputParser()
-    return lambda question: Answer(chain.invoke(question, {"callbacks": [figures]}), figures.last)
+    return (inputs | PROMPT | chat | StrOutputParser()).invoke
 
 
-def by_stuff_chain(chat: ChatBlockAttention, retriever: BaseRetriever, figures: Figures) -> Ask:
+def by_stuff_chain(chat: ChatBlockAttention, retriever: BaseRetriever) -> Ask:
     stuff = create_stuff_documents_chain(chat, PROMPT, document_prompt=BlockDocumentPrompt())
     chain = create_retrieval_chain(retriever, stuff)
 
-    def ask(question: str) -> Answer:
-        result = chain.invoke({"input": question}, {"callbacks": [figures]})
+    def ask(question: str, config: Any) -> str:
+        result = chain.invoke({"input": question}, config)
         assert all("[[kvblock" not in document.page_content for document in result["context"])
-        return Answer(result["answer"], figures.last)
+        return str(result["answer"])
 
     return ask
 
 
-def by_agent(chat: ChatBlockAttention, retriever: BaseRetriever, figures: Figures) -> Ask:
-    tool = create_retriever_tool(
-        retriever, "encyclopedia", "Looks things up.", document_prompt=BlockDocumentPrompt()
-    )
-    middleware = [RetrieveFirst(tool.name)]
-    agent: Any = create_agent(chat, [tool], system_prompt=HEAD.strip(), middleware=middleware)
-
-    def ask(question: str) -> Answer:
-        result = agent.invoke({"messages": [("human", question)]}, {"callbacks": [figures]})
-        return Answer(result["messages"][-1].content, figures.last)
-
-    return ask
-
-
-WAYS = [by_lcel, by_stuff_chain, by_agent]
-
-
-def filled(vector_store: Chroma, chat: ChatBlockAttention, texts: Sequence[str]) -> Chroma:
-    documents = [Document(text) for text in texts]
-    vector_store.add_documents(BlockKVTransformer(llm=chat).transform_documents(documents))
-    return vector_store
-
-
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [by_lcel, by_stuff_chain])
 def test_the_second_question_reuses_every_passage_in_another_order(
     chat: ChatBlockAttention, vector_store: Chroma, way: Callable[..., Ask]
 ) -> None:
     texts = ["The tower is tall and old.", "The lake is deep.", "The river flows to the sea."]
-    retriever = filled(vector_store, chat, texts).as_retriever(search_kwargs={"k": 3})
+    documents = [Document(text) for text in texts]
+    vector_store.add_documents(BlockKVTransformer(llm=chat).transform_documents(documents))
+    retriever = vector_store.as_retriever(search_kwargs={"k": 3})
     questions = ["How tall is the tower?", "How deep is the lake?"]
     orders = [[d.page_content for d in retriever.invoke(question)] for question in questions]
     assert orders[0] != orders[1]
     assert sorted(orders[0]) == sorted(orders[1]) == sorted(texts)
-    ask = way(chat, retriever, Figures())
-    first, second = (ask(question) for question in questions)
-    # The miss is the text before the passages.
-    assert (first.figures["hits"], first.figures["misses"]) == (3, 1)
-    assert (second.figures["hits"], second.figures["misses"]) == (4, 0)
-    assert len(first.text) == 6
+    ask, figures = way(chat, retriever), Figures()
+    answers = [ask(question, {"callbacks": [figures]}) for question in questions]
+    assert figures.seen == [(3, 1), (4, 0)]  # the miss is the text before the passages
+    assert len(answers[0]) == 6

@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 from langchain_core.caches import InMemoryCache
 from langchain_core.callbacks import UsageMetadataCallbackHandler
-from langchain_core.messages import AIMessageChunk
 from langchain_core.runnables import ConfigurableField
 
 from blockattn_rag import BlockAttentionEngine
 from blockattn_rag.langchain import ChatBlockAttention, format_blocks
 from blockattn_rag.model import BlockModel
 from blockattn_rag.store import DirectoryStore
-from tests.langchain.conftest import passages, tiny_block_model
+from tests.langchain.conftest import passages, tiny_block_model, whole
 from tests.models import tiny_model, tiny_tokenizer
 from tests.recipes import recipe_of
 
@@ -25,13 +24,6 @@ Messages = list[tuple[str, str]]
 
 def asking(question: str = "Which?", count: int = 3) -> Messages:
     return [("system", "Context:\n" + format_blocks(passages(count))), ("human", question)]
-
-
-def whole(chunks: list[AIMessageChunk]) -> AIMessageChunk:
-    message = chunks[0]
-    for chunk in chunks[1:]:
-        message = message + chunk
-    return message
 
 
 async def test_all_methods_give_the_same_answer(chat: ChatBlockAttention) -> None:

@@ -9,13 +9,12 @@ import pytest
 from langchain.agents import create_agent
 from langchain.agents.structured_output import ProviderStrategy, ToolStrategy
 from langchain_core.messages import AIMessage, HumanMessage
-from langchain_core.tools import tool
 from pydantic import BaseModel, Field
 
 from blockattn_rag.errors import IncompleteAnswerError
-from blockattn_rag.langchain import ChatBlockAttention
+from tests.langchain.conftest import LOOKING_UP, look_up, scripted
 from tests.saying import thinking_model
-from tests.scripted import Script, ScriptedEngine, prompts_of
+from tests.scripted import Script, prompts_of
 
 
 class Tower(BaseModel):
@@ -27,20 +26,7 @@ class Tower(BaseModel):
 
 FOUND = Tower(höhe=214, name="Halden")
 OBJECT = json.dumps(FOUND.model_dump(), ensure_ascii=False)
-LOOKING_UP = '<tool_call>\n{"name": "look_up", "arguments": {"query": "towers"}}\n</tool_call>'
 AS_CALL = f'<tool_call>\n{{"name": "Tower", "arguments": {OBJECT}}}\n</tool_call>'
-
-
-@tool
-def look_up(query: str) -> str:
-    """Look something up."""
-    return f"found {query}"
-
-
-def scripted(answer: str | Script, **options: Any) -> ChatBlockAttention:
-    script = (lambda _: answer) if isinstance(answer, str) else answer
-    engine = ScriptedEngine(script, model=options.pop("model", None))
-    return ChatBlockAttention(engine=engine, **{"max_tokens": 300, **options})
 
 
 def looking_up_first(last: str) -> Script:

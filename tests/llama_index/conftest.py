@@ -2,67 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Generator, Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import llama_index.core
 import pytest
 from llama_index.core import Settings
-from llama_index.core.schema import BaseNode, NodeWithScore, TextNode
+from llama_index.core.base.base_retriever import BaseRetriever
+from llama_index.core.schema import BaseNode, NodeWithScore, QueryBundle, TextNode
 
 from blockattn_rag import BlockAttentionEngine
-from blockattn_rag.engine.results import Generation, GenerationChunk
+from blockattn_rag.engine.pending import LatePrompt, PendingRequest, to_block_prompt
+from blockattn_rag.engine.results import Generation
 from blockattn_rag.llama_index import BlockAttentionLLM, BlockKVPostprocessor, BlockKVTransform
 from blockattn_rag.model import BlockModel
 from blockattn_rag.prompts.blocks import BlockPrompt, Span
 from blockattn_rag.prompts.tokenization import BlockTokenizer
 from blockattn_rag.store import MemoryStore
-from tests.engines import batch_sizes, tuned_model
+from tests.engines import tuned_model
+from tests.holding import LONGEST_S
+from tests.scripted import Script, ScriptedEngine
 
 
-class Call(NamedTuple):
+class Call:
+    """Request to an engine. ``prompt`` and ``answer`` exist once the request is answered."""
+
     prompt: BlockPrompt
-    options: dict[str, Any]
-    answer: Generation
+    pending: PendingRequest
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        self.options = options
+
+    @property
+    def answer(self) -> Generation:
+        return self.pending.answer.result(LONGEST_S)
 
 
 class RecordingEngine(BlockAttentionEngine):
-    """Engine that records its prompts and answers, and the sizes of its batches of more than one
-    request."""
+    """Engine that records its calls."""
 
-    def __init__(self, model: BlockModel, **kwargs: Any) -> None:
-        super().__init__(model, MemoryStore(1 << 28), **kwargs)
+    def __init__(self, model: BlockModel, store: Any = None, **kwargs: Any) -> None:
+        super().__init__(model, store or MemoryStore(1 << 28), **kwargs)
         self.calls: list[Call] = []
-        self.batches = batch_sizes(self)
 
-    def generate(self, prompt: Any, **options: Any) -> Generation:
-        answer = super().generate(prompt, **options)
-        self.calls.append(Call(prompt, options, answer))
-        return answer
+    def _pending(
+        self, prompt: LatePrompt, options: Mapping[str, Any], **scheduling: Any
+    ) -> PendingRequest:
+        call = Call(options)
 
-    async def agenerate(self, prompt: Any, **options: Any) -> Generation:
-        made: list[BlockPrompt] = []
+        def recorded() -> BlockPrompt:
+            call.prompt = to_block_prompt(prompt)
+            return call.prompt
 
-        def make_prompt() -> BlockPrompt:
-            made.append(prompt())
-            return made[0]
-
-        answer = await super().agenerate(make_prompt, **options)
-        self.calls.append(Call(made[0], options, answer))
-        return answer
-
-    def stream(self, prompt: Any, **options: Any) -> Generator[GenerationChunk, None, None]:
-        for chunk in super().stream(prompt, **options):
-            if chunk.generation is not None:
-                self.calls.append(Call(prompt, options, chunk.generation))
-            yield chunk
-
-    async def astream(self, prompt: Any, **options: Any) -> AsyncGenerator[GenerationChunk, None]:
-        made = prompt()
-        async for chunk in super().astream(made, **options):
-            if chunk.generation is not None:
-                self.calls.append(Call(made, options, chunk.generation))
-            yield chunk
+        call.pending = super()._pending(recorded, options, **scheduling)
+        self.calls.append(call)
+        return call.pending
 
 
 @pytest.fixture(scope="session")
@@ -78,6 +72,11 @@ def engine(block_model: BlockModel) -> RecordingEngine:
 @pytest.fixture
 def llm(engine: RecordingEngine) -> BlockAttentionLLM:
     return BlockAttentionLLM(engine=engine, max_new_tokens=4)
+
+
+def scripted(answer: str | Script) -> BlockAttentionLLM:
+    script = (lambda _: answer) if isinstance(answer, str) else answer
+    return BlockAttentionLLM(engine=ScriptedEngine(script), max_new_tokens=300)
 
 
 @pytest.fixture(autouse=True)
@@ -101,6 +100,17 @@ def tokenized(block_model: BlockModel, monkeypatch: pytest.MonkeyPatch) -> list[
 
     monkeypatch.setattr(BlockTokenizer, "_ids", spy)
     return texts
+
+
+class Fixed(BaseRetriever):
+    """Retriever that returns the same nodes for every query."""
+
+    def __init__(self, nodes: Sequence[BaseNode]) -> None:
+        super().__init__()
+        self._nodes = nodes
+
+    def _retrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
+        return [NodeWithScore(node=node, score=1.0) for node in self._nodes]
 
 
 def passages(count: int = 3, size: int = 80) -> list[BaseNode]:

@@ -29,19 +29,6 @@ def index(llm: BlockAttentionLLM) -> VectorStoreIndex:
     return VectorStoreIndex(BlockKVTransform(llm=llm)(passages(3)), embed_model=EMBED)
 
 
-def blocks_per_call(engine: RecordingEngine) -> list[int]:
-    return [sum(b.is_passage for b in call.prompt.context) for call in engine.calls]
-
-
-def check(engine: RecordingEngine, tokenized: list[str]) -> None:
-    texts = {canonical_text(node) for node in passages(3)}
-    fresh = RecordingEngine(engine.model)
-    for call in engine.calls:
-        assert {b.text for b in call.prompt.context if b.is_passage} <= texts
-        assert fresh.generate(call.prompt, max_new_tokens=4).text == call.answer.text
-    assert not [text for text in tokenized if "kvblock" in text]
-
-
 @pytest.mark.parametrize(
     ("mode", "way", "expected"),
     [
@@ -82,10 +69,14 @@ async def test_every_turn_of_a_chat_reuses_its_passages(
         sources = response.source_nodes
         assert len(sources) == 3 or (mode, way) == ("condense_question", "astream_chat")
         assert not [n for n in sources if "kvblock" in n.get_content()]
-    assert blocks_per_call(engine) == expected
-    passage_calls = [c for c in engine.calls if any(b.is_passage for b in c.prompt.context)]
-    assert all(call.answer.stats.hits >= 3 for call in passage_calls)
-    check(engine, tokenized)
+    texts = {canonical_text(node) for node in passages(3)}
+    fresh = RecordingEngine(engine.model)
+    for call, count in zip(engine.calls, expected, strict=True):
+        blocks = [block.text for block in call.prompt.context if block.is_passage]
+        assert (len(blocks), {*blocks} <= texts) == (count, True)
+        assert call.answer.stats.hits >= count
+        assert fresh.generate(call.prompt, max_new_tokens=4).text == call.answer.text
+    assert not [text for text in tokenized if "kvblock" in text]
 
 
 def test_configure_sets_llm_helper_and_tokenizer(llm: BlockAttentionLLM) -> None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
-import chromadb
 import pytest
-from chromadb.config import Settings as ChromaSettings
 from llama_index.core import Document, VectorStoreIndex
 from llama_index.core.ingestion import IngestionPipeline
 from llama_index.core.node_parser import SentenceSplitter
@@ -33,22 +31,9 @@ FACTS = [
 ]
 
 
-@pytest.fixture(params=["embedded", "server"])
-def client(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
-    # Clients modify their settings, so each test creates new ones.
-    settings = ChromaSettings(anonymized_telemetry=False)
-    if request.param == "embedded":
-        return chromadb.PersistentClient(str(tmp_path / "db"), settings=settings)
-    port = request.getfixturevalue("chroma_server")
-    client = chromadb.HttpClient("127.0.0.1", port, settings=settings)
-    for collection in client.list_collections():
-        client.delete_collection(collection.name)
-    return client
-
-
 @pytest.fixture
-def store(client: Any) -> ChromaVectorStore:
-    return ChromaVectorStore(chroma_collection=client.get_or_create_collection("facts"))
+def store(chroma_client: Any) -> ChromaVectorStore:
+    return ChromaVectorStore(chroma_collection=chroma_client.create_collection(uuid4().hex))
 
 
 def test_passages_ingested_into_chroma_are_reused_in_answers(
@@ -74,9 +59,9 @@ def test_passages_ingested_into_chroma_are_reused_in_answers(
 
 
 def test_nodes_are_added_in_batches_that_chroma_accepts(
-    client: Any, store: ChromaVectorStore, monkeypatch: pytest.MonkeyPatch
+    chroma_client: Any, store: ChromaVectorStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(type(client), "get_max_batch_size", lambda _: 3)
+    monkeypatch.setattr(type(chroma_client), "get_max_batch_size", lambda _: 3)
     sizes: list[int] = []
     add = type(store.client).add
 
@@ -86,20 +71,9 @@ def test_nodes_are_added_in_batches_that_chroma_accepts(
 
     monkeypatch.setattr(type(store.client), "add", spy)
     nodes = EMBED([TextNode(text=f"text {i}", id_=f"n{i}") for i in range(7)])
-    assert add_nodes(store, nodes, client) == [f"n{i}" for i in range(7)]
+    assert add_nodes(store, nodes, chroma_client) == [f"n{i}" for i in range(7)]
     assert sizes == [3, 3, 1]
     assert store.client.count() == 7
-
-
-def test_live_handles_pages_through_large_collections(client: Any) -> None:
-    collection = client.get_or_create_collection("many")
-    ids = [f"id{i}" for i in range(2050)]
-    metadatas = [{HANDLE_KEY: f"{i:032x}"} if i % 2 else {"other": 1} for i in range(len(ids))]
-    collection.add(ids=ids, embeddings=[[0.0, 1.0]] * len(ids), metadatas=metadatas)
-    other = client.get_or_create_collection("other")
-    other.add(ids=["x"], embeddings=[[0.0, 1.0]], metadatas=[{HANDLE_KEY: "f" * 32}])
-    handles = live_handles([collection, other])
-    assert len(handles) == 1025 + 1
 
 
 @pytest.mark.parametrize("handle", ["stale", "forged", "missing", "foreign", "odd"])

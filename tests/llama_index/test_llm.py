@@ -1,7 +1,9 @@
-"""BlockAttentionLLM: prompts, answers, options, usage and events."""
+"""BlockAttentionLLM: prompts, answers, options, usage, events and metadata."""
 
 from __future__ import annotations
 
+import inspect
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,11 +15,17 @@ from llama_index.core.callbacks import CallbackManager, TokenCountingHandler
 from llama_index.core.instrumentation.event_handlers import BaseEventHandler
 from llama_index_instrumentation import get_dispatcher
 
-from blockattn_rag.llama_index import BlockAttentionLLM, BlockReuseEvent
+from blockattn_rag import Recipe
+from blockattn_rag.llama_index import (
+    BlockAttentionLLM,
+    BlockKVTransform,
+    BlockReuseEvent,
+    canonical_text,
+)
 from blockattn_rag.prompts.blocks import Block, BlockPrompt, Span
 from blockattn_rag.prompts.formats import BLANK_LINE
 from blockattn_rag.prompts.markers import wrap
-from tests.llama_index.conftest import RecordingEngine
+from tests.llama_index.conftest import RecordingEngine, passages
 
 MARKED = f"Read.\n{wrap('first passage')}\n\n{wrap('second passage')}\nWhat?"
 BLOCKS = BlockPrompt(
@@ -107,23 +115,21 @@ async def test_all_eight_methods_give_the_same_answer(llm: BlockAttentionLLM) ->
     prompt = llm.to_prompt(MARKED, formatted=False)
     expected = llm.engine.generate(prompt, max_new_tokens=12).text
     messages = user(MARKED)
-    assert llm.complete(MARKED).text == expected
-    assert (await llm.acomplete(MARKED)).text == expected
-    assert llm.chat(messages).message.content == expected
-    assert (await llm.achat(messages)).message.content == expected
-    completions = list(llm.stream_complete(MARKED))
-    acompletions = [step async for step in await llm.astream_complete(MARKED)]
-    for steps in (completions, acompletions):
-        assert "".join(step.delta or "" for step in steps) == steps[-1].text == expected
-        assert len(steps) > 2
-    chats = list(llm.stream_chat(messages))
-    achats = [step async for step in await llm.astream_chat(messages)]
-    for chat_steps in (chats, achats):
-        assert "".join(step.delta or "" for step in chat_steps) == expected
-        assert chat_steps[-1].message.content == expected
-        assert chat_steps[-1].message.role == MessageRole.ASSISTANT
-    for last in (completions[-1], acompletions[-1], chats[-1], achats[-1]):
-        assert last.raw["usage"]["completion_tokens"] == 12
+    completions: list[Any] = [llm.complete(MARKED), await llm.acomplete(MARKED)]
+    chats: list[Any] = [llm.chat(messages), await llm.achat(messages)]
+    streams: list[Any] = [
+        (completions, llm.stream_complete(MARKED), await llm.astream_complete(MARKED)),
+        (chats, llm.stream_chat(messages), await llm.astream_chat(messages)),
+    ]
+    for answers, stream, astream in streams:
+        for steps in (list(stream), [step async for step in astream]):
+            assert "".join(step.delta or "" for step in steps) == expected
+            assert len(steps) > 2
+            answers.append(steps[-1])
+    assert [answer.text for answer in completions] == [expected] * 4
+    assert [answer.message.content for answer in chats] == [expected] * 4
+    assert {answer.message.role for answer in chats} == {MessageRole.ASSISTANT}
+    assert {a.raw["usage"]["completion_tokens"] for a in completions + chats} == {12}
 
 
 def test_usage_counts_tokens_and_reuse(llm: BlockAttentionLLM, engine: RecordingEngine) -> None:
@@ -171,23 +177,12 @@ async def test_every_answer_dispatches_one_reuse_event(llm: BlockAttentionLLM) -
     assert all(event.ttft_s > 0 and event.class_name() == "BlockReuseEvent" for event in reuse)
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        {"max_new_tokens": 7},
-        {"mode": "full"},
-        {"recipe": "bos"},
-        {"stop": "abc"},
-        {"stop": ["a", "b"]},
-        {"stop": None},
-        {"temperature": 0.5, "seed": 1, "top_k": 5},
-    ],
-)
-def test_call_options_reach_the_engine(
-    llm: BlockAttentionLLM, engine: RecordingEngine, call: dict[str, Any]
-) -> None:
-    llm.complete("Hi", **call)
-    assert call.items() <= engine.calls[0].options.items()
+def test_call_options_reach_the_engine(llm: BlockAttentionLLM, engine: RecordingEngine) -> None:
+    call: dict[str, Any] = {"mode": "full", "recipe": "bos", "max_new_tokens": 7, "top_k": 5}
+    call |= {"temperature": 0.5, "seed": 1}
+    for stop in ("abc", ["a", "b"], None):
+        llm.complete("Hi", **call, stop=stop)
+        assert {**call, "stop": stop}.items() <= engine.calls[-1].options.items()
 
 
 def test_generate_kwargs_are_defaults_for_calls(engine: RecordingEngine) -> None:
@@ -198,16 +193,6 @@ def test_generate_kwargs_are_defaults_for_calls(engine: RecordingEngine) -> None
     options = engine.calls[0].options
     assert options["stop"] == ["x"]
     assert options["repetition_penalty"] == 3.0
-
-
-def test_metadata_follows_the_model_and_the_fields(engine: RecordingEngine) -> None:
-    whole = BlockAttentionLLM(engine=engine).metadata
-    assert (whole.context_window, whole.num_output, whole.is_chat_model) == (8192, 256, True)
-    own = BlockAttentionLLM(
-        engine=engine, context_window=1000, max_new_tokens=9, is_chat_model=False
-    ).metadata
-    assert (own.context_window, own.num_output, own.is_chat_model) == (1000, 9, False)
-    assert own.is_function_calling_model is False
 
 
 def test_additional_kwargs_of_messages_are_not_template_variables(llm: BlockAttentionLLM) -> None:
@@ -229,3 +214,46 @@ def test_additional_kwargs_of_messages_are_not_template_variables(llm: BlockAtte
             assert "EVIL" in prompt.final
             assert "".join(written).count("<|end|>") == 2
         assert "EVIL" not in "".join(written)
+
+
+def test_metadata_describes_the_model(saved: str, loads: list[Any]) -> None:
+    llm = BlockAttentionLLM(model_name=saved)
+    assert llm.metadata.context_window == 4096
+    assert llm.metadata.is_chat_model
+    assert llm.metadata.model_name == saved
+    assert llm.to_prompt([ChatMessage(content="Hi")]).final.startswith("<|begin|>")
+    assert len(llm.tokenize("abc")) == 3
+    assert len(loads) == 1
+    given: Any = {"is_chat_model": False, "is_function_calling_model": False}
+    own = BlockAttentionLLM(engine=llm.engine, context_window=1000, max_new_tokens=9, **given)
+    metadata = own.metadata
+    assert (metadata.context_window, metadata.num_output) == (1000, 9)
+    assert (metadata.is_chat_model, metadata.is_function_calling_model) == (False, False)
+    assert own.to_payload()["model_name"] == saved
+
+
+def test_components_survive_a_dict(saved: str, tmp_path: Path) -> None:
+    llm = BlockAttentionLLM(saved, kv_store=tmp_path / "kv", context_window=900, mode="full")
+    again = BlockAttentionLLM.from_dict(llm.to_dict())
+    assert again.to_dict() == llm.to_dict()
+    transform = BlockKVTransform(llm=llm, show_progress=True)
+    assert BlockKVTransform.from_dict(transform.to_dict()).to_dict() == transform.to_dict()
+    assert llm.to_json()
+    assert transform.to_json()
+
+
+def test_the_constructor_has_few_arguments() -> None:
+    _, *own, rest = inspect.signature(BlockAttentionLLM.__init__).parameters
+    assert (len(own), rest) == (12, "llm_fields")
+
+
+def test_promoted_tokens_count_as_computed(llm: BlockAttentionLLM) -> None:
+    marked = f"Head. {''.join(wrap(canonical_text(node)) for node in passages(3))}Q"
+    promoting = Recipe(promote=3)
+    llm.complete(marked)
+    shown = llm.complete(marked, recipe=promoting).raw["usage"]
+    assert shown["computed_tokens"] > 40
+    prompt = llm.to_prompt(marked, formatted=False)
+    stats = llm.engine.generate(prompt, mode="full", max_new_tokens=1).stats
+    event = BlockReuseEvent(stats=stats).model_dump()
+    assert event["computed_tokens"] == shown["computed_tokens"] + shown["reused_tokens"]

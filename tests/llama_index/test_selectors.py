@@ -26,9 +26,9 @@ from blockattn_rag.llama_index import (
     block_response_synthesizer,
 )
 from tests.engines import tuned_model
-from tests.llama_index.retrieving import Fixed
+from tests.llama_index.conftest import Fixed, scripted
 from tests.saying import thinking_model
-from tests.scripted import Script, ScriptedEngine
+from tests.scripted import ScriptedEngine
 
 CHOICES = [ToolMetadata("of towers", "towers"), ToolMetadata("of lakes", "lakes")]
 SELECTED = {"index": 2, "reason": "It is wet."}
@@ -38,11 +38,6 @@ SUB_QUESTIONS = {
         {"sub_question": "How deep?", "tool_name": "lakes"},
     ]
 }
-
-
-def scripted(answer: str | Script) -> BlockAttentionLLM:
-    script = (lambda _: answer) if isinstance(answer, str) else answer
-    return BlockAttentionLLM(engine=ScriptedEngine(script), max_new_tokens=300)
 
 
 def call_of(name: str, arguments: dict[str, Any]) -> str:
@@ -72,25 +67,20 @@ def tools_of(llm: BlockAttentionLLM) -> list[QueryEngineTool]:
     ]
 
 
-async def test_a_selector_chooses_by_tool_call() -> None:
-    llm: Any = scripted(choosing)  # LlamaIndex declares its class OpenAI here
-    selector = PydanticSingleSelector.from_defaults(llm=llm)
-    query = QueryBundle("How deep?")
-    for found in (selector.select(CHOICES, query), await selector.aselect(CHOICES, query)):
-        assert (found.ind, found.reason) == (1, "It is wet.")
-
-
-async def test_a_selector_chooses_by_grammar_without_tool_support() -> None:
-    model = tuned_model(max_position_embeddings=8192)
+@pytest.mark.parametrize("has_tools", [True, False])
+async def test_a_selector_chooses_by_tool_call_or_grammar(has_tools: bool) -> None:
+    model = None if has_tools else tuned_model(max_position_embeddings=8192)
     engine = ScriptedEngine(lambda _: call_of("SingleSelection", SELECTED), model=model)
+    # LlamaIndex declares its class OpenAI here.
     llm: Any = BlockAttentionLLM(engine=engine, is_function_calling_model=True, max_new_tokens=300)
     query = QueryBundle("How deep?")
     selector = PydanticSingleSelector.from_defaults(llm=llm)
     for found in (selector.select(CHOICES, query), await selector.aselect(CHOICES, query)):
         assert (found.ind, found.reason) == (1, "It is wet.")
-    assert '{"name": "SingleSelection", "description": ' in engine.prompts[0]
-    with pytest.raises(ValueError, match="does not support tools"):  # without a required call
-        llm.chat_with_tools(tools_of(llm), "How deep?")
+    assert '"name": "SingleSelection", "description": ' in engine.prompts[0]
+    if not has_tools:
+        with pytest.raises(ValueError, match="does not support tools"):  # without a required call
+            llm.chat_with_tools(tools_of(llm), "How deep?")
 
 
 def test_a_router_queries_the_selected_engine() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ from llama_index.core.prompts import PromptTemplate
 from llama_index.core.schema import NodeWithScore, TextNode
 from pydantic import BaseModel, Field
 
-from blockattn_rag import BlockAttentionEngine
 from blockattn_rag.errors import IncompleteAnswerError
 from blockattn_rag.llama_index import (
     BlockAttentionLLM,
@@ -22,9 +20,7 @@ from blockattn_rag.llama_index import (
     block_query_engine,
     block_response_synthesizer,
 )
-from blockattn_rag.model import BlockModel
-from blockattn_rag.store import MemoryStore
-from tests.engines import tuned_model
+from tests.llama_index.conftest import RecordingEngine, passages
 
 
 class Tower(BaseModel):
@@ -35,33 +31,20 @@ class Tower(BaseModel):
 PROMPT = PromptTemplate("What is {thing}?")
 
 
-@pytest.fixture(scope="module")
-def model() -> BlockModel:
-    return tuned_model(max_position_embeddings=8192)
-
-
 @pytest.fixture
-def llm(model: BlockModel) -> BlockAttentionLLM:
-    engine = BlockAttentionEngine(model, MemoryStore(1 << 28))
+def llm(engine: RecordingEngine) -> BlockAttentionLLM:
     return BlockAttentionLLM(engine=engine, max_new_tokens=60)
 
 
-def test_a_class_returns_its_objects(llm: BlockAttentionLLM) -> None:
+async def test_a_class_returns_its_objects(llm: BlockAttentionLLM) -> None:
     found = llm.structured_predict(Tower, PROMPT, thing="a tower")
     assert isinstance(found, Tower)
-    assert asyncio.run(llm.astructured_predict(Tower, PROMPT, thing="a tower")) == found
-
-
-def test_a_stream_returns_partial_objects(llm: BlockAttentionLLM) -> None:
-    found = list(llm.stream_structured_predict(Tower, PROMPT, thing="a tower"))
-    assert found[-1] == llm.structured_predict(Tower, PROMPT, thing="a tower")
-    assert len(found) > 1
-
-    async def streamed() -> list[Any]:
-        steps = await llm.astream_structured_predict(Tower, PROMPT, thing="a tower")
-        return [one async for one in steps]
-
-    assert asyncio.run(streamed())[-1] == found[-1]
+    assert await llm.astructured_predict(Tower, PROMPT, thing="a tower") == found
+    streamed = list(llm.stream_structured_predict(Tower, PROMPT, thing="a tower"))
+    assert streamed[-1] == found
+    assert len(streamed) > 1  # partial objects
+    steps = await llm.astream_structured_predict(Tower, PROMPT, thing="a tower")
+    assert [step async for step in steps][-1] == found
 
 
 def test_an_answer_that_is_cut_off_raises(llm: BlockAttentionLLM) -> None:
@@ -77,25 +60,18 @@ def test_a_structured_llm_answers_messages(llm: BlockAttentionLLM) -> None:
     assert isinstance(answer.raw, Tower)
 
 
-def test_a_synthesizer_with_a_class_reuses_passages(llm: BlockAttentionLLM) -> None:
-    nodes = [
-        NodeWithScore(node=TextNode(text=f"Passage {one} tells of a tower.")) for one in range(3)
-    ]
-    marked = BlockKVPostprocessor().postprocess_nodes(nodes)
-    seen = []
-    chat = llm.engine.generate
-
-    def noted(prompt: Any, **options: Any) -> Any:
-        answer = chat(prompt, **options)
-        seen.append(answer.stats)
-        return answer
-
-    llm.engine.generate = noted  # type: ignore[method-assign]
+def test_a_synthesizer_with_a_class_reuses_passages(
+    llm: BlockAttentionLLM, engine: RecordingEngine
+) -> None:
+    nodes = [NodeWithScore(node=node) for node in passages(3)]
     synthesizer = block_response_synthesizer(llm, output_cls=Tower)
     for question in ("How tall?", "How old?"):
-        answer: Any = synthesizer.synthesize(question, nodes=marked)
+        answer: Any = synthesizer.synthesize(
+            question, nodes=BlockKVPostprocessor().postprocess_nodes(nodes)
+        )
         assert isinstance(answer.response, Tower)
-    assert [stats.hits for stats in seen] == [0, 4]  # three passages and the text before them
+    hits = [call.answer.stats.hits for call in engine.calls]
+    assert hits == [0, 4]  # three passages and the text before them
 
 
 def test_a_block_query_engine_passes_the_class_to_its_synthesizer(llm: BlockAttentionLLM) -> None:

@@ -10,15 +10,14 @@ from llama_index.core.base.llms.types import ChatMessage, ChatResponse, ToolCall
 from llama_index.core.llms.function_calling import FunctionCallingLLM
 from llama_index.core.schema import BaseNode, TextNode
 from llama_index.core.tools import FunctionTool, RetrieverTool
-from pydantic import BaseModel, Field
 
 from blockattn_rag.adapters.exchange import template_messages
 from blockattn_rag.engine.engine import BlockAttentionEngine
 from blockattn_rag.errors import ToolCallError
 from blockattn_rag.llama_index import BlockAttentionLLM, BlockKVPostprocessor, BlockKVTransform
 from blockattn_rag.llama_index.messages import INVALID_CALLS, chat_turns
-from tests.llama_index.retrieving import Fixed
-from tests.scripted import Script, ScriptedEngine, prompts_of, tool_model
+from tests.llama_index.conftest import Fixed, scripted
+from tests.scripted import Script, ScriptedEngine, prompts_of
 
 # LlamaIndex's agents use deprecated names of pydantic and of LlamaIndex workflows.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -33,11 +32,6 @@ def add(a: int, b: int) -> int:
 
 
 ADD = FunctionTool.from_defaults(add)
-
-
-def scripted(answer: str | Script) -> BlockAttentionLLM:
-    script = (lambda _: answer) if isinstance(answer, str) else answer
-    return BlockAttentionLLM(engine=ScriptedEngine(script), max_new_tokens=300)
 
 
 def then(last: str) -> Script:
@@ -75,24 +69,9 @@ def test_a_missing_or_malformed_call_raises_if_one_is_required() -> None:
     assert '"name": "add"' in str(response.message.content)
 
 
-class Digits(BaseModel):
-    """Two digits."""
-
-    a: int = Field(ge=0, le=9)
-    b: int = Field(ge=0, le=9)
-
-
-@pytest.mark.parametrize("options", [{"tool_required": True}, {"tool_choice": "digits"}])
-def test_required_call_has_valid_arguments(options: dict[str, Any]) -> None:
-    def digits(a: int, b: int) -> int:
-        """Take digits."""
-        return 10 * a + b
-
-    tool = FunctionTool.from_defaults(digits, name="digits", fn_schema=Digits)
-    llm = BlockAttentionLLM(engine=BlockAttentionEngine(tool_model()), max_new_tokens=200)
-    ((name, arguments),) = calls_of(llm.chat_with_tools([tool], "Hi", **options))
-    assert name == "digits"
-    Digits.model_validate(arguments)
+def test_a_required_call_is_enforced_by_a_grammar() -> None:
+    options = scripted("")._prepare_chat_with_tools([ADD], "1 + 2?", tool_required=True)
+    assert options["tool_choice"] == "required"
 
 
 def test_calls_and_results_are_in_the_next_prompt() -> None:

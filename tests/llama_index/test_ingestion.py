@@ -1,4 +1,4 @@
-"""The ingestion step: encoding, skipping and stamping of nodes."""
+"""The ingestion step: encoding, skipping and stamping of nodes, and their embedding."""
 
 from __future__ import annotations
 
@@ -8,16 +8,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import chromadb
+import numpy as np
 import pytest
-from llama_index.core import Document, SimpleDirectoryReader, StorageContext, VectorStoreIndex
+from llama_index.core import Document, SimpleDirectoryReader, VectorStoreIndex
 from llama_index.core.ingestion import DocstoreStrategy, IngestionCache, IngestionPipeline
 from llama_index.core.node_parser import SentenceSplitter, SentenceWindowNodeParser
 from llama_index.core.postprocessor import MetadataReplacementPostProcessor
 from llama_index.core.schema import BaseNode, ImageNode, MediaResource, MetadataMode, Node, TextNode
 from llama_index.core.storage.docstore import SimpleDocumentStore
 from llama_index.core.vector_stores import SimpleVectorStore
-from llama_index.vector_stores.chroma import ChromaVectorStore
 
 from blockattn_rag.adapters.handles import HANDLE_KEY
 from blockattn_rag.errors import ContextOverflowError
@@ -32,6 +31,7 @@ from blockattn_rag.prompts.blocks import Block, BlockTemplate, handle_of
 from blockattn_rag.prompts.formats import BLANK_LINE
 from tests.engines import tuned_model
 from tests.llama_index.conftest import RecordingEngine, passages
+from tests.recipes import recipe_of
 
 
 def counts(transform: BlockKVTransform) -> tuple[int, int]:
@@ -89,16 +89,11 @@ def test_an_interrupted_run_continues_where_it_stopped(
     assert counts(transform) == (3, 2)
 
 
-async def test_acall_returns_stamped_nodes(llm: BlockAttentionLLM) -> None:
-    transform = BlockKVTransform(llm=llm)
-    stamped = await transform.acall(passages(2))
-    assert [HANDLE_KEY in node.metadata for node in stamped] == [True, True]
-
-
-def test_shows_progress(llm: BlockAttentionLLM, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_shows_progress(llm: BlockAttentionLLM, capsys: pytest.CaptureFixture[str]) -> None:
     BlockKVTransform(llm=llm)(passages(1))
     assert capsys.readouterr().err == ""
-    BlockKVTransform(llm=llm, show_progress=True)(passages(2))
+    stamped = await BlockKVTransform(llm=llm, show_progress=True).acall(passages(2))
+    assert all(HANDLE_KEY in node.metadata for node in stamped)
     assert re.search(r"Encoding tokens: 100%.* (\d+)/\1 ", capsys.readouterr().err)
 
 
@@ -111,18 +106,6 @@ def test_the_template_defaults_to_that_of_the_llm(engine: RecordingEngine) -> No
     assert engine.contains(Block("b", BLANK_LINE))
 
 
-class CountingTransform(BlockKVTransform):
-    """Transform that records the number of nodes of each call."""
-
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        object.__setattr__(self, "sizes", [])
-
-    def __call__(self, nodes: Sequence[BaseNode], **kwargs: Any) -> list[BaseNode]:
-        self.sizes.append(len(nodes))  # type: ignore[attr-defined]
-        return super().__call__(nodes, **kwargs)
-
-
 def pipeline(transform: BlockKVTransform, **kwargs: Any) -> IngestionPipeline:
     steps = [SentenceSplitter(chunk_size=128, chunk_overlap=0), transform, HashingEmbedding(64)]
     return IngestionPipeline(transformations=steps, **kwargs)
@@ -132,10 +115,19 @@ def documents() -> list[Document]:
     return [Document(text=f"Document {i}. It says {i * 7}.", id_=f"d{i}") for i in range(3)]
 
 
-def test_identical_ingests_run_the_transform_once(engine: RecordingEngine) -> None:
-    transform = CountingTransform(engine=engine)
+def test_identical_ingests_run_the_transform_once(
+    llm: BlockAttentionLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+    original = BlockKVTransform.__call__
+
+    def spy(self: BlockKVTransform, nodes: Sequence[BaseNode], **kwargs: Any) -> list[BaseNode]:
+        sizes.append(len(nodes))
+        return original(self, nodes, **kwargs)
+
+    monkeypatch.setattr(BlockKVTransform, "__call__", spy)
     ingest = pipeline(
-        transform,
+        BlockKVTransform(llm=llm),
         docstore=SimpleDocumentStore(),
         vector_store=SimpleVectorStore(),
         docstore_strategy=DocstoreStrategy.UPSERTS,
@@ -143,7 +135,7 @@ def test_identical_ingests_run_the_transform_once(engine: RecordingEngine) -> No
     )
     for _ in range(3):
         ingest.run(documents=documents())
-    assert [size for size in transform.sizes if size] == [3]  # type: ignore[attr-defined]
+    assert [size for size in sizes if size] == [3]
 
 
 def test_cached_ingestion_depends_on_model_store_and_template(engine: RecordingEngine) -> None:
@@ -183,14 +175,7 @@ def test_passages_of_moved_files_are_hits(
     assert [node.metadata["file_path"] for node in nodes] == [
         str(tmp_path / "there" / f"{i}.txt") for i in range(3)
     ]
-    client = chromadb.PersistentClient(str(tmp_path / "chroma"))
-    store = ChromaVectorStore(chroma_collection=client.create_collection("towers"))
-    VectorStoreIndex(
-        nodes,
-        storage_context=StorageContext.from_defaults(vector_store=store),
-        embed_model=HashingEmbedding(64),
-    )
-    index = VectorStoreIndex.from_vector_store(store, embed_model=HashingEmbedding(64))
+    index = VectorStoreIndex(nodes, embed_model=HashingEmbedding(64))
     asking = index.as_query_engine(
         llm=llm, similarity_top_k=3, node_postprocessors=[BlockKVPostprocessor()]
     )
@@ -211,21 +196,14 @@ def test_file_paths_are_kept_in_blocks_on_request(llm: BlockAttentionLLM, tmp_pa
 
 def test_paths_that_users_made_visible_are_kept_in_blocks(llm: BlockAttentionLLM) -> None:
     readers = {"file_path": "/data/a.txt", "file_name": "a.txt"}
-    own = Document(text="a", metadata={"file_path": "/data/a.txt"})
-    named = Document(text="b", metadata=readers)
-    template = Document(
-        text="c",
-        metadata=readers,
-        excluded_llm_metadata_keys=["file_name"],
-        text_template="From {metadata_str}: {content}",
-    )
-    line = Document(
-        text="d",
-        metadata=readers,
-        excluded_llm_metadata_keys=["file_name"],
-        metadata_template="{key} = {value}",
-    )
-    nodes = BlockKVTransform(llm=llm)([own, named, template, line])
+    hidden: Any = {"metadata": readers, "excluded_llm_metadata_keys": ["file_name"]}
+    documents = [
+        Document(text="a", metadata={"file_path": "/data/a.txt"}),
+        Document(text="b", metadata=readers),
+        Document(text="c", text_template="From {metadata_str}: {content}", **hidden),
+        Document(text="d", metadata_template="{key} = {value}", **hidden),
+    ]
+    nodes = BlockKVTransform(llm=llm)(documents)
     assert ["/data/a.txt" in canonical_text(node) for node in nodes] == [True] * 4
 
 
@@ -283,3 +261,37 @@ def test_warns_once_about_documents_that_are_not_split(
     [message] = caplog.messages
     assert "an unsplit document of 9999 characters" in message
     assert "transformations=[SentenceSplitter(), BlockKVTransform(llm=llm)]" in message
+
+
+def test_vectors_are_normalized_and_deterministic() -> None:
+    texts = ["The otter swims.", "", "...", "Der Otter schwimmt. 漢字"]
+    vectors = np.array(HashingEmbedding(256).get_text_embedding_batch(texts))
+    assert vectors.shape == (4, 256)
+    assert np.allclose(np.linalg.norm(vectors, axis=1), 1)
+    assert np.array_equal(vectors, HashingEmbedding(256).get_text_embedding_batch(texts))
+
+
+async def test_a_question_is_nearest_to_the_passage_with_its_words() -> None:
+    embed = HashingEmbedding()
+    texts = ["The otters live in rivers.", "The heron stands in water.", "Where is the newt?"]
+    passages = np.array([await embed.aget_text_embedding(text) for text in texts])
+    question = np.array(await embed.aget_query_embedding("Where does the otter live?"))
+    assert int(np.argmax(passages @ question)) == 0
+
+
+def test_the_embedding_works_in_pipelines_and_survives_a_dict() -> None:
+    embed = HashingEmbedding.from_dict(HashingEmbedding(32).to_dict())
+    [node] = embed([TextNode(text="otter")])
+    assert len(node.get_embedding()) == 32
+
+
+def test_a_cached_ingestion_ends_with_its_recipe(block_model: Any) -> None:
+    def cached(recipe: Any) -> dict[str, Any]:
+        return BlockKVTransform(engine=RecordingEngine(block_model, recipe=recipe)).to_dict()
+
+    recipe = recipe_of(block_model)
+    told = [cached(one)["encoding"] for one in ("none", "bos", recipe, recipe)]
+    assert told[2] == told[3]
+    assert told[0] != told[1] != told[2]
+    promoting = recipe_of(block_model, promote=1)
+    assert cached(promoting)["encoding"] == told[2]  # promotion does not change the encoding
