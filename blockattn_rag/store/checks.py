@@ -44,26 +44,20 @@ def is_key(key: object) -> TypeGuard[str]:
 
 
 def check_key(key: str) -> str:
-    """Return the key unchanged if it is well-formed."""
     if not is_key(key):
         raise ValueError(f"A store key must be 64 hex digits (kv.store_key), found {key!r}")
     return key
 
 
 def check_entry(key: str, kv: BlockKV) -> None:
-    """Raise ValueError if ``kv`` is malformed or does not belong under ``key``."""
-    if key != kv.key:
-        raise ValueError(f"Found key {key!r}, expected {kv.key!r}: store a block under kv.key")
-    check_storable(kv)
-
-
-def check_storable(kv: BlockKV) -> None:
-    """Raise ValueError if a block is malformed.
+    """Raise ValueError if ``kv`` does not belong under ``key``, or is malformed.
 
     A block is malformed if it has no layers or tokens, inconsistent shapes, a non-floating-point
     dtype (for a quantized block: a dtype other than int8, or mismatched scales), or names that are
     not strings.
     """
+    if key != kv.key:
+        raise ValueError(f"Found key {key!r}, expected {kv.key!r}: store a block under kv.key")
     for text in (kv.fingerprint, kv.digest, kv.handle, kv.namespace):
         check_text(text)
     check_states(kv.token_ids, kv.keys, kv.values, quantized=kv.scales is not None)
@@ -118,7 +112,6 @@ class TensorSpec(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes that the dtype and shape imply."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -185,7 +178,6 @@ def check_text(value: object) -> str:
 
 def all_finite(states: Tensor) -> bool:
     """Whether all elements are finite. Takes a single pass, and copies only 8-bit tensors."""
-    wide = (
-        states.float() if states.element_size() == 1 else states
-    )  # `aminmax` does not support 8-bit dtypes.
+    # `aminmax` does not support 8-bit dtypes.
+    wide = states.float() if states.element_size() == 1 else states
     return all(bool(torch.isfinite(extreme)) for extreme in torch.aminmax(wide))

@@ -1,8 +1,8 @@
 """Encoding of entries as safetensors files, with checksums for each tensor and the header.
 
 These pure functions convert a ``BlockKV`` to bytes and back. ``docs/format.md`` is the
-specification. ``store.layout`` defines the tensors, and ``store.header`` the metadata. Stores use
-``encoded`` and ``decoded``, which also check keys and name the entry's location in errors.
+specification. Stores use ``encoded`` and ``decoded``, which also check keys and name the entry's
+location in errors.
 """
 
 from __future__ import annotations
@@ -21,14 +21,16 @@ from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.kv.quantization import KVScales
 from blockattn_rag.store import checks
 from blockattn_rag.store.header import (
+    TOKEN_IDS,
     FormatError,
     Header,
+    Layout,
     checksum,
     header_end,
     metadata,
     parse_header,
+    tensor_name,
 )
-from blockattn_rag.store.layout import TOKEN_IDS, Layout, tensor_name
 
 
 class ByteRange(NamedTuple):
@@ -68,10 +70,9 @@ def decode(raw: Tensor) -> BlockKV:
         raw: uint8 ``[size]``.
     """
     view = raw.numpy().data
-    end = header_end(view)
-    header = parse_header(view[:end], len(view))
+    header = parse_header(view, len(view))
     layers = {n: range(layer.heads) for n, layer in enumerate(header.layout.layers)}
-    return decode_part(header, layers, raw[end:])
+    return decode_part(header, layers, raw[header_end(view) :])
 
 
 def ranges(header: Header, part: HeadsByLayer) -> list[ByteRange]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -30,7 +29,7 @@ from blockattn_rag.store.format import (
     encoded,
     ranges,
 )
-from blockattn_rag.store.header import Header, header_end, read_header
+from blockattn_rag.store.header import Header, header_end, parse_header
 from blockattn_rag.store.object_client import ObjectClient, ObjectSidecar, connect
 from blockattn_rag.store.urls import check_no_credentials
 
@@ -218,7 +217,7 @@ class ObjectStore(MaintainedStore):
                     f"{place} has a header of {end} bytes, but at most {len(first)} were expected: "
                     "it belongs to another model or format"
                 )
-            header = read_header(BytesIO(first), size)
+            header = parse_header(first, size)
         check_entry_key(key, header, place)
         return header
 
