@@ -15,8 +15,7 @@ from blockattn_rag.errors import StoreError
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.store import DirectoryStore
 from blockattn_rag.store.base import ReadResult
-from blockattn_rag.store.concurrency import SingleFlight, WriteQueue
-from blockattn_rag.store.tier import CircuitBreaker
+from blockattn_rag.store.concurrency import CircuitBreaker, SingleFlight, WriteQueue
 from tests.store.kvs import make_kv
 
 KV, OTHER = make_kv("first"), make_kv("other")
