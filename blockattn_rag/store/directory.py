@@ -29,13 +29,7 @@ from blockattn_rag.store.base import (
 from blockattn_rag.store.checks import check_key, is_key
 from blockattn_rag.store.concurrency import Readers
 from blockattn_rag.store.eviction import SizeBound
-from blockattn_rag.store.format import (
-    check_entry_key,
-    decode_part,
-    decoded,
-    encoded,
-    ranges,
-)
+from blockattn_rag.store.format import check_entry_key, decode_part, decoded, encoded, ranges
 from blockattn_rag.store.header import FORMAT, VERSION, Header, read_header
 
 T = TypeVar("T")
@@ -152,11 +146,18 @@ class DirectoryStore(MaintainedStore):
     def put(self, key: str, kv: BlockKV) -> None:
         path = self.entry_path(kv.key)
         content = encoded(key, kv, path)
+        nbytes, bound = len(content), self._bound
         with files.explained("write", path):
-            if self._bound is None:
+            if bound is None:
                 self._write(path, content)
-            else:
-                self._write_within(self._bound, path, content)
+                return
+            with bound.lock:
+                if nbytes > bound.max_bytes:
+                    path.unlink(missing_ok=True)
+                    bound.refusals.add(self, nbytes)
+                else:
+                    bound.make_room(self, key, nbytes)
+                    self._write(path, content)
 
     def __contains__(self, key: object) -> bool:
         if not is_key(key):
@@ -212,16 +213,17 @@ class DirectoryStore(MaintainedStore):
 
     def leftovers(self) -> Iterator[Path]:
         own = (self.path / name for name in files.names_in(self.path))
-        entries = (path for path in itertools.chain(own, self._names()) if is_temporary(path.name))
-        return itertools.chain(entries, self.sidecar.leftovers())
+        yield from (path for path in itertools.chain(own, self._names()) if is_temporary(path.name))
+        yield from self.sidecar.leftovers()
 
     def _load(self, key: str, *, use: bool) -> BlockKV | None:
         path = self.entry_path(key)
         with files.opened(path) as file:
             if file is None:
                 return None
-            kv = decoded(key, files.read_whole(file), path)
-            if use and kv is not None:
+            size = os.fstat(file.fileno()).st_size
+            kv = decoded(key, files.read_ranges(file, [(0, size)]), path)
+            if use:
                 files.mark_used(file.fileno(), _MARK_READ_S)
         return kv
 
@@ -241,7 +243,7 @@ class DirectoryStore(MaintainedStore):
                     return None
                 header = _read_header(path, file)
                 part = choose(header)
-                kv = decode_part(header, part, files.read_places(file, ranges(header, part)))
+                kv = decode_part(header, part, files.read_ranges(file, ranges(header, part)))
                 files.mark_used(file.fileno(), _MARK_READ_S)
                 return kv
         except StoreError as error:
@@ -260,20 +262,6 @@ class DirectoryStore(MaintainedStore):
             file.write(content)
             file.flush()
             files.mark_used(file.fileno())
-
-    def _write_within(self, bound: SizeBound, path: Path, content: bytes) -> None:
-        nbytes = len(content)
-        with bound.lock:
-            if nbytes > bound.max_bytes:
-                path.unlink(missing_ok=True)
-                bound.refusals.add(self, nbytes)
-                return
-            bound.make_room(
-                nbytes,
-                lambda: (entry for entry in self.entries() if entry.key != path.stem),
-                self.discard,
-            )
-            self._write(path, content)
 
     def _make(self, create: bool) -> None:
         """Turn this directory into a store, unless another process has just done so.
@@ -296,11 +284,12 @@ class DirectoryStore(MaintainedStore):
             file.write(json.dumps(_MARKED).encode() + b"\n")
 
     def _foreign(self) -> Iterator[str]:
-        known = (_OBJECTS, RECIPE_FOLDER, SIDECAR)
-        own = files.names_in(self.path)
-        yield from (name for name in own if name not in known and not is_temporary(name))
-        shards = files.names_in(self._objects)
-        yield from (f"{_OBJECTS}/{name}" for name in shards if not _SHARD.fullmatch(name))
+        for name in files.names_in(self.path):
+            if name not in (_OBJECTS, RECIPE_FOLDER, SIDECAR) and not is_temporary(name):
+                yield name
+        for name in files.names_in(self._objects):
+            if not _SHARD.fullmatch(name):
+                yield f"{_OBJECTS}/{name}"
 
     def _names(self) -> Iterator[Path]:
         for shard in files.names_in(self._objects):
