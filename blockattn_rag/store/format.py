@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
 
 import torch
 from safetensors.torch import save
@@ -31,14 +30,6 @@ from blockattn_rag.store.header import (
     parse_header,
     tensor_name,
 )
-
-
-class ByteRange(NamedTuple):
-    """Byte range in an entry, relative to its start."""
-
-    start: int
-    stop: int
-
 
 HeadsByLayer = Mapping[int, range]
 """Part of an entry: the heads to read, by layer. All layers of a group have the same heads."""
@@ -75,13 +66,13 @@ def decode(raw: Tensor) -> BlockKV:
     return decode_part(header, layers, raw[header_end(view) :])
 
 
-def ranges(header: Header, part: HeadsByLayer) -> list[ByteRange]:
-    """Return the byte ranges of the token ids and of a part, sorted and merged."""
-    merged: list[ByteRange] = []
+def ranges(header: Header, part: HeadsByLayer) -> list[tuple[int, int]]:
+    """Return the byte ranges (start, stop) of the token ids and of a part, sorted and merged."""
+    merged: list[tuple[int, int]] = []
     for start, stop in (header.places[name][2:] for name in _names(header, part)):
-        if merged and merged[-1].stop == start:
-            start = merged.pop().start
-        merged.append(ByteRange(start, stop))
+        if merged and merged[-1][1] == start:
+            start, _ = merged.pop()
+        merged.append((start, stop))
     return merged
 
 
@@ -160,7 +151,7 @@ def _names(header: Header, part: HeadsByLayer) -> list[str]:
     layout, names = header.layout, [TOKEN_IDS]
     for number, (_, members) in enumerate(layout.groups):
         heads = next((part[layer] for layer in members if layer in part), range(0))
-        names += [tensor_name(*each, number) for each in itertools.product(heads, layout.kinds)]
+        names += [tensor_name(head, kind, number) for head in heads for kind in layout.kinds]
     return sorted(names, key=lambda name: header.places[name].start)
 
 

@@ -21,7 +21,6 @@ from blockattn_rag.store.base import (
 from blockattn_rag.store.checks import check_key, is_key
 from blockattn_rag.store.concurrency import check_seconds
 from blockattn_rag.store.format import (
-    ByteRange,
     check_entry_key,
     damage_reported,
     decode_part,
@@ -109,8 +108,11 @@ class ObjectStore(MaintainedStore):
         return ObjectSidecar(self._client)
 
     def get_many(self, keys: Sequence[str]) -> list[ReadResult]:
+        def entry(key: str, content: Tensor) -> BlockKV:
+            return decoded(key, content, self._client.place(entry_path(key)))
+
         contents = self._client.read_many([entry_path(key) for key in keys])
-        return [self._entry(*each) for each in zip(keys, contents, strict=True)]
+        return _results(keys, contents, entry)
 
     def read_parts(
         self,
@@ -121,37 +123,24 @@ class ObjectStore(MaintainedStore):
         """Read parts of entries, with one deadline (see ``MaintainedStore``)."""
         chosen: dict[str, tuple[Header, Mapping[int, range]]] = {}
 
-        def places(key: str, first: memoryview, size: int) -> Sequence[ByteRange]:
+        def places(key: str, first: memoryview, size: int) -> Sequence[tuple[int, int]]:
             header = self._header(key, first, size)
             chosen[key] = header, choose(header)
             return ranges(*chosen[key])
 
-        def part(key: str, data: Tensor | StoreError | None) -> ReadResult:
-            if not isinstance(data, Tensor):
-                return data
-            try:
-                with damage_reported(self._client.place(entry_path(key))):
-                    return decode_part(*chosen[key], data)
-            except StoreError as error:
-                return error
+        def part(key: str, content: Tensor) -> BlockKV:
+            with damage_reported(self._client.place(entry_path(key))):
+                return decode_part(*chosen[key], content)
 
         requests = [(entry_path(key), partial(places, key)) for key in keys]
-        contents = self._client.read_ranges(requests, head_bytes)
-        return [part(*each) for each in zip(keys, contents, strict=True)]
+        return _results(keys, self._client.read_ranges(requests, head_bytes), part)
 
     def touch(self, key: str) -> bool:
-        """Whether an entry exists and has an intact header and size.
-
-        The entry is *not* marked as used.
-
-        Raises:
-            StoreError: The server does not respond.
-        """
+        """Whether an entry exists and has an intact header and size. Does not mark it as used."""
         try:
-            info = self.describe(key)
+            return self.describe(key) is not None
         except (CorruptEntryError, FingerprintMismatchError):
             return False
-        return info is not None
 
     def put(self, key: str, kv: BlockKV) -> None:
         path = entry_path(kv.key)
@@ -181,10 +170,7 @@ class ObjectStore(MaintainedStore):
         return (entry.key for entry in self.entries())
 
     def entries(self) -> Iterator[StoredEntry]:
-        """Iterate over all entries, one page per request.
-
-        ``used_ns`` is the time of the last write, because object stores do not record reads.
-        """
+        """Iterate over all entries. ``used_ns`` is the time of the last write."""
         for meta in self._client.list(_OBJECTS):
             name = _NAME.fullmatch(meta["path"])
             if name is not None and name[2].startswith(name[1]):
@@ -221,20 +207,25 @@ class ObjectStore(MaintainedStore):
         check_entry_key(key, header, place)
         return header
 
-    def _entry(self, key: str, content: Tensor | StoreError | None) -> ReadResult:
-        if not isinstance(content, Tensor):
-            return content
+
+def _results(
+    keys: Sequence[str],
+    contents: Sequence[Tensor | StoreError | None],
+    decode: Callable[[str, Tensor], BlockKV],
+) -> list[ReadResult]:
+    results: list[ReadResult] = []
+    for key, content in zip(keys, contents, strict=True):
         try:
-            return decoded(key, content, self._client.place(entry_path(key)))
+            results.append(decode(key, content) if isinstance(content, Tensor) else content)
         except StoreError as error:
-            return error
+            results.append(error)
+    return results
 
 
 def entry_path(key: str) -> str:
-    """Path of a key's entry, relative to the store's address. The entry may not exist."""
+    """Path of a key's entry, relative to the store's address."""
     return f"{_OBJECTS}/{check_key(key)[:2]}/{key}{_SUFFIX}"
 
 
 def _written_ns(meta: ObjectMeta) -> int:
-    """Return the time of an object's last write, in nanoseconds since 1970."""
     return int(meta["last_modified"].timestamp() * 1e9)
