@@ -138,7 +138,7 @@ class BlockLoader:
             return outcome(read, until, f"ask {self.store!r}")
 
         own = [block._replace(keys=block.keys[:1]) for block in blocks]
-        kept = find_blocks(own, self._kept.get_many, self._outline).blocks
+        kept, _ = find_blocks(own, self._kept.get_many, self._outline)
         absent = [block for block, kv in zip(blocks, kept, strict=True) if kv is None]
         stored, errors = find_blocks(absent, get_many, self._outline)
         found = {

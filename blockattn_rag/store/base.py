@@ -99,10 +99,8 @@ class KVStore(ABC):
     """Base class of stores: a thread-safe map from store keys (``kv.store_key``) to ``BlockKV``.
 
     A new backend implements ``get`` (or ``get_many``, if reading several entries at once is
-    faster), ``put``, ``__contains__``, ``delete``, ``keys`` and ``stats``. The other methods have
-    defaults. Override ``touch`` if the store evicts entries, ``mark_used`` if recording a use is
-    cheaper than ``touch``, and ``sidecar`` to support recognition. Derive from ``MaintainedStore``
-    to support the ``blockattn-rag store`` commands.
+    faster), ``put``, ``__contains__``, ``delete``, ``keys`` and ``stats``; see CONTRIBUTING.md for
+    the others. Derive from ``MaintainedStore`` to support the ``blockattn-rag store`` commands.
     """
 
     records_use: ClassVar[bool] = True
@@ -236,10 +234,7 @@ class MaintainedStore(KVStore):
         """
 
     def peek(self, key: str) -> BlockKV | None:
-        """Read an entry like ``get``, but without recording a use.
-
-        Override it in stores whose ``get`` records uses.
-        """
+        """Read an entry like ``get``, but without recording a use."""
         return self.get(key)
 
     @abstractmethod
@@ -259,22 +254,18 @@ class MaintainedStore(KVStore):
     ) -> list[ReadResult]:
         """Read selected heads and layers of entries, verified like complete entries.
 
-        The read counts as a use. A remote store first reads the headers of all entries
-        concurrently, and then the selected heads.
+        The read counts as a use. The results are as in ``get_many``; a selected part is a block
+        with the entry's key.
 
         Args:
             choose: Function that returns the heads of each layer to read, given the header. If it
                 raises a StoreError, that error is returned.
             head_bytes: Number of bytes in the first read of each entry. A remote store rejects
                 entries with a longer header.
-
-        Returns:
-            For each key: the selected part, as a block with the entry's key; None if the entry does
-            not exist; or the StoreError that ``get`` would raise.
         """
 
     def leftovers(self) -> Iterator[Path]:
-        """Iterate over the temporary files of running or killed writers."""
+        """Temporary files of running or killed writers."""
         return iter(())
 
     def claim(self, key: str, handles: Collection[str]) -> bool:
@@ -289,17 +280,10 @@ class MaintainedStore(KVStore):
             kv = self.peek(key)
         except (CorruptEntryError, FingerprintMismatchError):
             return False
-        if kv is None:
-            return False
-        self.put(key, with_handles(kv, handles))
-        return True
-
-
-def with_handles(kv: BlockKV, handles: Collection[str]) -> BlockKV:
-    """Return a copy with added handles. A block without handles is returned unchanged."""
-    if not kv.handle:
-        return kv
-    return replace(kv, handle=joined_handles([*split_handles(kv.handle), *handles]))
+        if kv is not None and kv.handle:
+            joined = joined_handles([*split_handles(kv.handle), *handles])
+            self.put(key, replace(kv, handle=joined))
+        return kv is not None
 
 
 def is_damage(answer: object) -> bool:
@@ -308,9 +292,9 @@ def is_damage(answer: object) -> bool:
 
 
 def age_s(used_ns: int, now_ns: int | None = None) -> float:
-    """Return the seconds between a time (nanoseconds since 1970) and now.
+    """Seconds between a time (nanoseconds since 1970) and now.
 
-    A time in the future comes from a wrong clock, so the absolute difference is returned: a file
-    dated a few seconds ahead is new, but one dated a year ahead must not be kept forever.
+    A time in the future comes from a wrong clock. Its absolute difference is returned: a file dated
+    a few seconds ahead is new, but one dated a year ahead must not be kept forever.
     """
     return abs((time.time_ns() if now_ns is None else now_ns) - used_ns) / 1e9

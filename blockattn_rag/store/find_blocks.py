@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from blockattn_rag.errors import FingerprintMismatchError, StoreError
 from blockattn_rag.kv.block_kv import BlockKV
@@ -21,26 +21,16 @@ class BlockQuery(Protocol):
     def ids(self) -> Sequence[int]: ...
 
 
-class LookupResult(NamedTuple):
-    """Result of ``find_blocks``.
-
-    Args:
-        errors: Errors by key: damaged entries, entries of another block, and failed reads.
-    """
-
-    blocks: list[BlockKV | None]
-    errors: dict[str, StoreError]
-
-
 def find_blocks(
     queries: Sequence[BlockQuery],
     get_many: Callable[[Sequence[str]], Sequence[ReadResult]],
     outline: Outline,
-) -> LookupResult:
+) -> tuple[list[BlockKV | None], dict[str, StoreError]]:
     """Look up blocks with one batch read of all first keys, then one of the second keys of the
     blocks that are still missing, and so on.
 
-    Damaged entries, and entries that contain another block, count as misses.
+    Returns:
+        The blocks, and errors by key: damaged entries, entries of another block, and failed reads.
     """
     blocks: list[BlockKV | None] = [None] * len(queries)
     errors: dict[str, StoreError] = {}
@@ -63,4 +53,4 @@ def find_blocks(
                     errors[key] = error
             elif entry is not None:
                 errors[key] = entry
-    return LookupResult(blocks, errors)
+    return blocks, errors

@@ -13,7 +13,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from blockattn_rag.errors import StoreError
@@ -108,20 +107,13 @@ class GcReport:
 
 
 class _Verdict(NamedTuple):
-    """Result of ``verify`` or ``gc`` for one entry.
-
-    Args:
-        outcome: Name of the counter to increment.
-        nbytes: Size of the entry if it counts toward the total, else 0.
-        reason: Why the entry is damaged, could not be read, or was deleted.
-        error: Why the entry could not be checked or deleted.
-    """
+    """Result of ``verify`` or ``gc`` for one entry."""
 
     key: str
-    outcome: str = "gone"
-    nbytes: int = 0
-    reason: str = ""
-    error: str = ""
+    outcome: str = "gone"  # Name of the counter to increment.
+    nbytes: int = 0  # 0 if the entry does not count toward the total.
+    reason: str = ""  # Why the entry is damaged, could not be read, or was deleted.
+    error: str = ""  # Why the entry could not be checked or deleted.
 
 
 def _added_up(
@@ -175,7 +167,7 @@ def verify(
         raise ValueError(f"sample must be more than 0 and at most 1, found {sample!r}")
     parts = math.ceil(1 / sample - 1e-9)  # The epsilon absorbs rounding errors.
     skipped = 0
-    damaged, unread, leftovers = Tally(), Tally(), Tally()
+    damaged, unread = Tally(), Tally()
 
     def sampled() -> Iterator[StoredEntry]:
         nonlocal skipped
@@ -191,9 +183,9 @@ def verify(
         if on_damage is not None:
             on_damage(verdict.key, verdict.reason)
 
-    check = partial(_check, store, delete_damaged)
-    verdicts = _at_once(check, sampled(), _WHOLE_AT_ONCE)
+    verdicts = _at_once(partial(_check, store, delete_damaged), sampled(), _WHOLE_AT_ONCE)
     counts, total_bytes, errors = _added_up(verdicts, note, progress)
+    leftovers = Tally()
     for path in store.leftovers():
         leftovers.add(str(path), "temporary file")
     return VerifyReport(
@@ -299,7 +291,19 @@ def gc(
     counts, freed_bytes, errors = _added_up(
         verdicts, lambda verdict: deleted.add(verdict.key, verdict.reason), progress
     )
-    freed_bytes += _sweep_leftovers(store.leftovers(), grace_s, dry_run, leftovers, errors)
+    for path in store.leftovers():
+        try:
+            status = path.stat()
+            if age_s(status.st_mtime_ns) < grace_s:
+                continue
+            if not dry_run:
+                path.unlink()
+            leftovers.add(str(path), "temporary file")
+            freed_bytes += status.st_size
+        except FileNotFoundError:  # The writer has finished.
+            continue
+        except OSError as error:
+            errors.add(str(path), f"Cannot delete {path}: {error.strerror or error}")
     return GcReport(
         kept=counts["kept"],
         kept_young=counts["young"],
@@ -317,9 +321,11 @@ def _outcome(
     info: EntryInfo, live_handles: Collection[str] | None, grace_s: float, ttl_s: float | None
 ) -> tuple[str, str]:
     """Return the ``gc`` counter for an entry, and the reason if the entry should be deleted."""
-    handles = info.handles  # Entries encoded by a server have no handles.
+    # Entries encoded by a server have no handles.
     is_live = (
-        live_handles is None or not handles or any(handle in live_handles for handle in handles)
+        live_handles is None
+        or not info.handles
+        or any(handle in live_handles for handle in info.handles)
     )
     is_unused = ttl_s is not None and info.age_s >= ttl_s
     if is_live and not is_unused:
@@ -328,27 +334,6 @@ def _outcome(
         return "young", ""
     reason = "not used for ttl_s" if is_unused else "nothing refers to it"
     return ("expired" if is_live else "dead"), reason
-
-
-def _sweep_leftovers(
-    paths: Iterable[Path], grace_s: float, dry_run: bool, leftovers: Tally, errors: Tally
-) -> int:
-    """Delete old temporary files. Returns their total size in bytes."""
-    freed_bytes = 0
-    for path in paths:
-        try:
-            status = path.stat()
-            if age_s(status.st_mtime_ns) < grace_s:
-                continue
-            if not dry_run:
-                path.unlink()
-            leftovers.add(str(path), "temporary file")
-            freed_bytes += status.st_size
-        except FileNotFoundError:  # The writer has finished.
-            continue
-        except OSError as error:
-            errors.add(str(path), f"Cannot delete {path}: {error.strerror or error}")
-    return freed_bytes
 
 
 def describe_all(store: MaintainedStore) -> Iterator[tuple[str, EntryInfo | StoreError | None]]:
