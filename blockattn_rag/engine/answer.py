@@ -10,16 +10,10 @@ from typing import NamedTuple
 from blockattn_rag.engine.detokenizer import Detokenizer
 from blockattn_rag.engine.options import GenerateOptions
 from blockattn_rag.engine.pending import PendingRequest
-from blockattn_rag.engine.results import (
-    Clock,
-    FinishReason,
-    Generation,
-    ReuseStats,
-)
+from blockattn_rag.engine.results import Clock, FinishReason, Generation, ReuseStats
 from blockattn_rag.kv.context import Context
 from blockattn_rag.model import BlockModel
 from blockattn_rag.model.decoding import end_token_ids, stop_strings
-from blockattn_rag.prompts.blocks import BlockPrompt
 
 
 class Prepared(NamedTuple):
@@ -64,13 +58,10 @@ class Prepared(NamedTuple):
 
 
 class Answer:
-    def __init__(
-        self, pending: PendingRequest, prompt: BlockPrompt, prepared: Prepared, model: BlockModel
-    ) -> None:
+    def __init__(self, pending: PendingRequest, prepared: Prepared, model: BlockModel) -> None:
         self.pending = pending
         self._prepared = prepared
         self.options: GenerateOptions = pending.options
-        self._prompt = prompt
         self._model = model
         self.restart()
 
@@ -79,8 +70,7 @@ class Answer:
         hf_model, sampling = self._model.hf_model, self.options.sampling
         tokenizer = self._model.tokenizer.tokenizer
         self.clock = Clock(self.pending.started)
-        stop = stop_strings(hf_model, sampling)
-        self._detokenizer = Detokenizer(tokenizer, stop)
+        self._detokenizer = Detokenizer(tokenizer, stop_strings(hf_model, sampling))
         self._end_ids = end_token_ids(hf_model, tokenizer, sampling.extra)
         self._guard = self._model.loop_guard(sampling)
         self._ids: list[int] = []
@@ -89,7 +79,7 @@ class Answer:
 
     @property
     def stopped(self) -> bool:
-        """Whether to stop generating because the answer reached a stop string or repeats itself."""
+        """Whether the answer has reached a stop string or repeats itself."""
         repeats = self._guard is not None and self._guard.must_end
         return self._detokenizer.stopped or repeats
 
@@ -104,7 +94,6 @@ class Answer:
         return not (self.has_ended or has_shown)
 
     def push(self, token: int) -> None:
-        """Add the next token, and pass any text that it completes to the caller."""
         self.clock.note_token()
         self._ids.append(token)
         self._detokenizer.push(token)
@@ -113,11 +102,7 @@ class Answer:
         self._show()
 
     def push_batched(self, token: int) -> bool:
-        """Like ``push``, for a batch row. Ignores padding after the end of the answer.
-
-        Returns:
-            Whether the answer has ended.
-        """
+        """Like ``push``, for a batch row, which may be padded. Returns whether it has ended."""
         if self.pending.left or self.has_ended:
             return True
         self.push(token)

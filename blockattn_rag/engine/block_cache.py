@@ -23,13 +23,8 @@ class BlockCache:
     """Reads and writes a store's blocks, and keeps the most recently used blocks in memory.
 
     A cached block is not read again, so its file is only verified once. ``keep`` replaces a cached
-    block with a copy on the model's device.
-
-    Args:
-        store: Store to read from and write to. Blocks of a ``MemoryStore`` are not cached, because
-            they are already in memory.
-        max_bytes: Maximum size of the cached keys and values. Larger blocks are not cached.
-        read_only: Whether to leave the store unchanged, even if it is in memory.
+    block with a copy on the model's device. Blocks of a ``MemoryStore`` are not cached, because
+    they are already in memory, unless ``read_only`` requires leaving this store unchanged.
     """
 
     def __init__(self, store: KVStore, max_bytes: int, *, read_only: bool = False) -> None:
@@ -78,14 +73,9 @@ class BlockCache:
         self._reported_s[key] = time.monotonic()
 
     def _report_use(self, key: str) -> None:
-        """Report a block's use to the store, at most once a minute.
-
-        Cached blocks are not read from the store, so without these reports, a store with LRU
-        eviction would evict them.
-
-        After a failure, nothing is reported for a minute, so that answers from cached blocks do not
-        wait for a store that hangs.
-        """
+        """Report a block's use at most once a minute, because stores with LRU eviction would evict
+        blocks that are only read from this cache. After a failure, nothing is reported for a
+        minute, so that answers do not wait for a store that hangs."""
         now_s = time.monotonic()
         last_s = max(self._reported_s.get(key, -math.inf), self._failed_s)
         if now_s - last_s < _REPORT_EVERY_S:

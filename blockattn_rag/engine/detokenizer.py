@@ -33,7 +33,7 @@ class Detokenizer:
         self.stopped = False
 
     def push(self, token: int) -> str:
-        """Add one token, and return the text that it completes, which may be empty."""
+        """Add one token. Returns the text that it completes, which may be empty."""
         if self.stopped:
             return ""
         self.ids.append(token)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import compress
-from typing import Literal, NamedTuple
+from itertools import chain, compress
+from typing import Literal, NamedTuple, get_args
 
 from blockattn_rag.engine.block_cache import BlockCache
 from blockattn_rag.engine.lookup import PLAIN, BlockLookup, BlockSpec, Name, merge_specs
@@ -56,12 +56,8 @@ class Fetched(NamedTuple):
 class BlockFetcher:
     """Gets blocks from a store, and computes and stores missing blocks.
 
-    Checks that each stored block is this model's KV for the requested tokens.
-
-    Args:
-        resident_bytes: Maximum bytes of blocks to cache, unless the store itself is in memory.
-        kv_dtype: Type of new keys and values. Stored blocks of any type can be read.
-        on_miss: Whether to compute missing passages or raise ``MissError``.
+    Checks that each stored block is this model's KV for the requested tokens. The arguments are
+    those of ``BlockAttentionEngine``.
     """
 
     def __init__(
@@ -85,7 +81,9 @@ class BlockFetcher:
                 "kv_dtype='model'."
             )
         self._model = model
-        self._on_miss = check_on_miss(on_miss)
+        if on_miss not in get_args(OnMiss):
+            raise ValueError(f"Unknown on_miss {on_miss!r}: expected 'compute' or 'error'.")
+        self._on_miss = on_miss
         self._lookup = BlockLookup(model, access)
         self._cache = BlockCache(store, resident_bytes, read_only=access.read_only)
         self._outline = model.profile.token_outline
@@ -103,11 +101,8 @@ class BlockFetcher:
         return any(key in self.store for key in spec.keys)
 
     def claim(self, spec: BlockSpec) -> bool:
-        """Mark a block's entry as just used, and record the block's handles in it.
-
-        Returns:
-            Whether the store has an entry that appears intact.
-        """
+        """Mark a block's entry as just used, and record the block's handles in it. Returns whether
+        the store has an entry that appears intact."""
         own, *others = spec.keys
         if self.access.read_only:
             others = [own, *others]
@@ -131,11 +126,9 @@ class BlockFetcher:
                 f"on_miss='error'; the first is {passages[0].block.text[:60]!r}. Encode them "
                 "first (engine.encode), or use on_miss='compute'."
             )
-        if missing:
-            for batch in self.encode(missing):
-                for spec, kv in batch:
-                    self._keep(kv, spec.keep)
-                    blocks[spec.name] = kv
+        for spec, kv in chain.from_iterable(self.encode(missing)):
+            self._keep(kv, spec.keep)
+            blocks[spec.name] = kv
         # A text without tokens has no KV, so it is neither a hit nor a miss.
         used = [spec for spec in context if spec.ids]
         computed = {spec.name for spec in missing}
@@ -148,11 +141,8 @@ class BlockFetcher:
     def encode(
         self, specs: Sequence[BlockSpec], batch_tokens: int | None = None
     ) -> Iterator[list[tuple[BlockSpec, BlockKV]]]:
-        """Compute blocks in batches, like ``BlockModel.encode``.
-
-        If the store contains a block without the adapter, the adapter is applied to it. Blocks
-        without tokens are skipped.
-        """
+        """Compute blocks that have tokens, in batches. If the store contains a block without the
+        adapter, the adapter is applied to it."""
         requests: dict[str, EncodeRequest] = {}
         # Blocks in different namespaces may have the same tokens.
         waiting: dict[str, list[BlockSpec]] = {}
@@ -204,7 +194,6 @@ class BlockFetcher:
         return blocks
 
     def _note_error(self, spec: BlockSpec, error: StoreError) -> None:
-        """Log an unusable entry. If it is damaged, mark it to be overwritten."""
         if not is_damage(error):  # An unavailable store may not have an entry to overwrite.
             done = "the store is tried again next time"
         else:
@@ -213,7 +202,6 @@ class BlockFetcher:
         logger.warning("%s. The block is recomputed and %s.", error, done)
 
     def _keep(self, kv: BlockKV, allowed: Keep) -> None:
-        """Keep a new block in the store if allowed, otherwise in memory."""
         key = kv.key
         if allowed.is_stored or key in self._to_store:
             self._store(kv)
@@ -235,10 +223,3 @@ class BlockFetcher:
             return
         except StoreError as error:
             logger.warning("%s. The answer is not affected; the block is recomputed.", error)
-
-
-def check_on_miss(on_miss: OnMiss) -> OnMiss:
-    """Validate ``on_miss``, and return it unchanged."""
-    if on_miss not in ("compute", "error"):
-        raise ValueError(f"Unknown on_miss {on_miss!r}: expected 'compute' or 'error'.")
-    return on_miss

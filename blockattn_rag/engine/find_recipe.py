@@ -16,7 +16,6 @@ from blockattn_rag.engine.outline import FAST, FREE_SINK, STOCK, STOCK_SOURCE, T
 from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.engine.recipe_files import RECIPE_FILE, read_fields
 from blockattn_rag.errors import UnsupportedModelError
-from blockattn_rag.kv.context import Positions
 from blockattn_rag.model import BlockModel
 from blockattn_rag.model.checkpoint import CheckpointModel
 from blockattn_rag.model.gguf import is_gguf
@@ -76,10 +75,8 @@ def resolve_recipe(
         return _automatic(model, store, folder, stock)
     if isinstance(given, Recipe):
         recipe = given
-    elif isinstance(given, str) and (named := Recipe.of_text(given)) is not None:
-        recipe = named
     elif isinstance(given, str | Path):
-        recipe = Recipe.load(given)
+        recipe = _settings(given) or Recipe.load(given)
     else:
         raise TypeError(
             f"Invalid recipe {given!r:.80}: expected a Recipe, a recipe's folder, 'auto', or "
@@ -91,44 +88,12 @@ def resolve_recipe(
     return recipe
 
 
-class CallRecipes:
-    """Recipes of an engine and its calls.
-
-    Raises the same errors as ``resolve_recipe``.
-    """
-
-    def __init__(
-        self,
-        model: BlockModel,
-        store: KVStore,
-        folder: str | Path | None,
-        positions: Positions | None,
-        default: RecipeLike,
-        stock: str = STOCK,
-    ) -> None:
-        self._model = model
-        self._store = store
-        self._stock = stock
-        self._folder = None if folder is None else Path(folder).expanduser()
-        self._positions = positions
-        self.default = self._resolved(default)
-
-    def of_call(self, given: RecipeLike | None) -> Recipe:
-        """Recipe for a call. ``None`` and ``"auto"`` select the engine's recipe."""
-        if given is None or given is self.default or given == AUTO:
-            return self.default
-        return self._resolved(given)
-
-    def _resolved(self, given: RecipeLike) -> Recipe:
-        found = resolve_recipe(given, self._model, self._store, self._folder, stock=self._stock)
-        return found.with_positions(self._positions)
+def _settings(given: str | Path) -> Recipe | None:
+    return Recipe.of_text(given) if isinstance(given, str) else None
 
 
 def check_fits(recipe: Recipe, model: AnyModel) -> None:
-    """Check that a recipe belongs to a model.
-
-    Raises the same errors as ``resolve_recipe``.
-    """
+    """Check that a model can run a recipe. Raises the same errors as ``resolve_recipe``."""
     if why := foreign(recipe, model):
         raise ValueError(
             f"{why} Use recipe='auto', or create one for this model and dtype: {_repair(model)}."
@@ -172,8 +137,6 @@ def _automatic(model: AnyModel, store: KVStore, folder: Path | None, stock: str)
 
 
 def stock_recipe(model: AnyModel, stock: str = STOCK) -> Recipe:
-    """Default recipe for a stock model: ``stock``, or the best settings without a cost per answer
-    if the model cannot recompute tokens."""
     recipe = Recipe.of_text(stock)
     if recipe is None:
         raise ValueError(f"Invalid settings {stock!r}: expected {TEXT_FORMS}.")
@@ -186,11 +149,7 @@ def stock_recipe(model: AnyModel, stock: str = STOCK) -> Recipe:
 
 
 def recipe_in_use(model: AnyModel, store: KVStore, folder: Path | None = None) -> Recipe | None:
-    """The recipe that ``"auto"`` uses for a stock model, if it has an adapter.
-
-    Returns:
-        None if there is no such recipe, or if it is damaged, which logs a warning.
-    """
+    """The recipe that ``"auto"`` uses for a stock model, if it has an adapter and is intact."""
     try:
         found = _found(model, store, folder)
     except ValueError as error:
@@ -238,7 +197,6 @@ def _sources(model: AnyModel) -> Iterator[str]:
 
 
 def _places(store: Path | None, models: Iterable[str], folder: Path | None) -> Iterator[Path]:
-    """Folders that contain a recipe, in the search order of ``"auto"``."""
     folders = [folder, store, store and store.parent]
     for name in dict.fromkeys(models):
         path = Path(name).expanduser()
@@ -273,13 +231,10 @@ def known_digests(given: RecipeLike, store: str | Path | None, model: str) -> li
     """
     if isinstance(given, Recipe):
         return [given.digest]
-    if isinstance(given, str) and (named := Recipe.of_text(given)) is not None:
-        return [named.digest]
-    path = None if store is None else Path(store).expanduser()
     if given != AUTO:
-        assert not isinstance(given, Recipe)  # Handled above.
-        return [read_fields(Path(given).expanduser()).digest]
+        return [(_settings(given) or read_fields(Path(given).expanduser())).digest]
     digests = known_digests(STOCK, None, "")
+    path = None if store is None else Path(store).expanduser()
     for place in _places(path, [model], None):
         with suppress(ValueError, OSError):
             digests.append(read_fields(place).digest)
@@ -288,10 +243,9 @@ def known_digests(given: RecipeLike, store: str | Path | None, model: str) -> li
 
 @cache
 def _shipped() -> dict[str, Path]:
-    places = sorted(_SHIPPED.glob(f"*/{RECIPE_FILE}"))
     return {
         fingerprint: path.parent
-        for path in places
+        for path in sorted(_SHIPPED.glob(f"*/{RECIPE_FILE}"))
         for fingerprint in read_fields(path.parent).fingerprints
     }
 

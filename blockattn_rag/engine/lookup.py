@@ -68,10 +68,8 @@ def merge_specs(specs: Iterable[BlockSpec]) -> dict[Name, BlockSpec]:
 
 
 class BlockLookup:
-    """Computes the token ids and store keys of blocks. Thread-safe.
-
-    Results are cached, because tokenizing 500 tokens takes about half a millisecond.
-    """
+    """Computes the token ids and store keys of blocks. Thread-safe. Results are cached, because
+    tokenizing 500 tokens takes about half a millisecond."""
 
     def __init__(self, model: BlockModel, access: Access) -> None:
         self._model = model
@@ -81,25 +79,12 @@ class BlockLookup:
         self._sink_ids = cache(lambda sink: tuple(sink_ids(sink, model.tokenizer)))
         self._spec = lru_cache(MOST_REMEMBERED)(self._make_spec)
 
-    def specs(
-        self,
-        blocks: Sequence[Block],
-        *,
-        as_prompt: bool,
-        recipe: Recipe = PLAIN,
-    ) -> list[BlockSpec]:
-        """Look up the specs of blocks.
-
-        Args:
-            as_prompt: Whether the first block starts a prompt. If so, it has the BOS token, and is
-                encoded without sink and adapter.
-        """
-        specs = []
-        for index, block in enumerate(blocks):
-            first = as_prompt and index == 0
-            encoding = (NO_SINK, None) if first else (recipe.sink, recipe.adapter)
-            specs.append(self._spec(block, first, *encoding))
-        return specs
+    def specs(self, blocks: Sequence[Block], *, as_prompt: bool, recipe: Recipe) -> list[BlockSpec]:
+        """Look up blocks. The first block of a prompt has the BOS token, and is encoded without
+        sink and adapter."""
+        starts = [self._spec(block, True, NO_SINK, None) for block in blocks[:as_prompt]]
+        others = blocks[as_prompt:]
+        return starts + [self._spec(block, False, recipe.sink, recipe.adapter) for block in others]
 
     def _make_spec(
         self, block: Block, first: bool, sink: str, adapter: Correction | None

@@ -118,11 +118,8 @@ class Pending(Generic[T]):
         self.answer.cancel()
 
     def result(self, timeout: float | None = None) -> T:
-        """Wait for the result, or raise the error that the work raised.
-
-        Args:
-            timeout: Seconds to wait before the work is canceled.
-        """
+        """Wait for the result, or raise the error that the work raised. ``timeout``: Seconds to
+        wait before the work is canceled."""
         try:
             return self.answer.result(timeout)
         finally:
@@ -142,11 +139,7 @@ class Pending(Generic[T]):
         return self.group is None and (self.needs is None or self.needs.done())
 
     def begin(self) -> bool:
-        """Mark the work as running, unless its caller is gone. Running work cannot be canceled.
-
-        Returns:
-            Whether to run the work.
-        """
+        """Mark the work as running, unless its caller is gone. Returns whether to run it."""
         return not self.left and self.answer.set_running_or_notify_cancel()
 
     def fail(self, error: BaseException) -> None:
@@ -185,13 +178,11 @@ class Job(Pending[T]):
 
 
 class BatchRunner(Protocol):
-    """Interface for answering requests, implemented by ``runner.Runner``."""
+    """Interface of ``runner.Runner``."""
 
-    def answer_batch(self, batch: Sequence[PendingRequest], /) -> None:
-        """Set each request's answer or error. All requests have equal options."""
+    def answer_batch(self, batch: Sequence[PendingRequest], /) -> None: ...
 
-    def can_share(self, options: GenerateOptions, /) -> bool:
-        """Whether batching leaves the answers to requests with these options unchanged."""
+    def can_share(self, options: GenerateOptions, /) -> bool: ...
 
 
 class PendingRequest(Pending[Generation]):

@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any, get_args
@@ -219,9 +219,6 @@ class Recipe:
                 folder / RECIPE_FILE, f"found digest {recipe.digest}, expected {saved.digest}"
             )
         return recipe
-
-    def with_positions(self, positions: Positions | None) -> Recipe:
-        return self if positions in (None, self.positions) else replace(self, positions=positions)
 
 
 _SAVED = {field.name for field in fields(Recipe)} - {"source"}

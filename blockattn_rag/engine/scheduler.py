@@ -43,11 +43,8 @@ class Scheduler:
     # -- for callers -------------------------------------------------------------------------
 
     def submit(self, *work: Pending[Any]) -> None:
-        """Add all work items to the queue atomically. Their futures receive the results.
-
-        If the calling thread is already running a model, it does the work itself. Otherwise, a
-        logits processor that calls an engine would deadlock.
-        """
+        """Add all work items to the queue atomically. If the calling thread is already running a
+        model, it does the work itself: a logits processor that calls an engine would deadlock."""
         if holds_a_model():
             for pending in work:
                 self._run([pending])
@@ -83,8 +80,7 @@ class Scheduler:
         self.submit(*turn)
 
     def submit_and_wait(self, *work: Pending[T]) -> list[T]:
-        """Submit work, and return the results in order. After an error, the remaining work is
-        dropped.
+        """Submit work, and return the results in order. An error drops the remaining work.
 
         If the model is idle, the main thread does the work itself, so that a script loads and runs
         its model in one thread. OpenMP keeps workers for each thread that has computed, and forward
@@ -97,7 +93,7 @@ class Scheduler:
             self.submit(*work)
             return [pending.result() for pending in work]
         finally:
-            for pending in work:  # After an error or interrupt, drop the remaining items.
+            for pending in work:
                 pending.leave()
 
     def run(self, work: Callable[[], T]) -> T:

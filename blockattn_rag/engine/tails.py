@@ -28,17 +28,11 @@ _MOST = 64
 
 
 class Start(NamedTuple):
-    """Cached prefix of a final block.
+    """Cached prefix of a final block."""
 
-    Args:
-        base: Context that the states depend on. None: tails are neither used nor kept.
-        tokens: Length of the prefix in tokens.
-        states: Keys and values of the prefix, possibly followed by those of more tokens.
-    """
-
-    base: Hashable | None = None
+    base: Hashable | None = None  # Context of the prefix. None: tails are neither used nor kept.
     tokens: int = 0
-    states: States = ()
+    states: States = ()  # May be followed by the states of more tokens.
 
 
 NOTHING = Start()
@@ -55,11 +49,9 @@ class _Tail(NamedTuple):
 
 
 class Tails:
-    """Cache for the tails of an engine's recent answers. Callers must hold the model's lock.
+    """LRU cache for the tails of an engine's recent answers. Callers must hold the model's lock.
 
-    Args:
-        max_bytes: Maximum size of the cached keys and values. Eviction is least recently used
-            first. 0 disables the cache.
+    ``max_bytes`` limits the size of the keys and values. 0 disables the cache.
     """
 
     def __init__(self, model: BlockModel, max_bytes: int) -> None:
