@@ -103,15 +103,6 @@ def test_long_header_takes_a_second_read(
     assert (found.header, found.nbytes) == (expected.header, expected.nbytes)
 
 
-def test_discard_keeps_rewritten_entries(store: ObjectStore) -> None:
-    store.put(KEY, KV)
-    (entry,) = store.entries()
-    assert not store.discard(KEY, entry.used_ns - 2 * 10**9)
-    assert KEY in store
-    assert store.discard(KEY, entry.used_ns)
-    assert not store.discard(KEY, entry.used_ns)
-
-
 # Deadlines and concurrency
 
 
