@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import hashlib
 import threading
@@ -309,19 +308,6 @@ def test_a_waiting_request_does_not_need_its_engine(
     assert first.result(LONGEST_S).token_ids == oracle(engine.model, [A, Q])
 
 
-def test_a_batch_without_waiting_callers_is_not_started(
-    engine: BlockAttentionEngine, held: Held
-) -> None:
-    first = engine.submit([A, Q], max_new_tokens=NEW)
-    held.wait_for_token()  # the model is paused, so new requests have to wait
-    for pending in asked_together(engine, [["a", "b"], ["c", "d"]], {"max_new_tokens": 9}):
-        pending.leave()
-    held.let_go()
-    assert first.result(LONGEST_S).token_ids == oracle(engine.model, [A, Q])
-    engine.generate([A, Q], max_new_tokens=1)
-    assert held.tokens == NEW + 1
-
-
 @pytest.mark.parametrize(
     ("place", "batch_tokens"),
     [
@@ -427,22 +413,6 @@ def test_an_abandoned_stream_frees_the_model(engine: BlockAttentionEngine, held:
     assert held.tokens <= FEW + 1
     held.let_go()
     assert engine.generate([A, Q], max_new_tokens=NEW).token_ids == oracle(engine.model, [A, Q])
-
-
-async def test_an_abandoned_waiting_stream_does_not_run(
-    engine: BlockAttentionEngine, held: Held
-) -> None:
-    first = engine.submit([A, Q], max_new_tokens=NEW)
-    await asyncio.to_thread(held.wait_for_token)  # now new requests have to wait
-    waiting = asyncio.ensure_future(anext(engine.astream([A, Q], max_new_tokens=9)))
-    await asyncio.sleep(0)  # submitted in the next iterations of the loop
-    await asyncio.sleep(0)
-    waiting.cancel()
-    await asyncio.wait([waiting])
-    held.let_go()
-    await first.wait()
-    await engine.agenerate([A, Q], max_new_tokens=1)
-    assert held.tokens == NEW + 1
 
 
 def test_stream_error_reaches_reader_and_frees_model(engine: BlockAttentionEngine) -> None:

@@ -44,6 +44,7 @@ def error(found: torch.Tensor, expected: torch.Tensor) -> float:
     return relative_error(found[-1].float(), expected[-1].float())
 
 
+@pytest.mark.parametrize("question", [Q, ""])
 @pytest.mark.parametrize(
     ("context", "count", "reused"),
     [
@@ -56,13 +57,12 @@ def error(found: torch.Tensor, expected: torch.Tensor) -> float:
         ((A, B, A), 1, 2),
         ((A,), 1, 0),
         ((HEAD,), 1, 1),
-        ((), 1, 0),
     ],
 )
 def test_the_last_passages_move_to_the_final_block(
-    model: BlockModel, context: tuple[Block, ...], count: int, reused: int
+    model: BlockModel, context: tuple[Block, ...], count: int, reused: int, question: str
 ) -> None:
-    prompt = BlockPrompt(context, Q)
+    prompt = BlockPrompt(context, question)
     found, plain = (model.tokenizer.prompt_ids(prompt, promote) for promote in (count, 0))
     assert found.context == plain.context[:reused]
     assert found.flat == plain.flat
@@ -91,14 +91,6 @@ def test_promoted_passages_attend_to_all_blocks_and_each_other(
     assert error(engine.answer_logits(PROMPT, [0]), logits) > 100 * EXACT
     together = engine.generate_batch([PROMPT, ["a", "b", Q]], **options, max_new_tokens=NEW)
     assert together[0].token_ids == tokens
-
-
-@pytest.mark.parametrize("count", [1, 2, 9])
-def test_promotion_without_a_question(model: BlockModel, count: int) -> None:
-    prompt = BlockPrompt((HEAD, A, B), "")
-    found, plain = (model.tokenizer.prompt_ids(prompt, promote) for promote in (count, 0))
-    assert found.flat == plain.flat
-    assert found.context == plain.context[: max(3 - count, 1)]
 
 
 def test_promoted_passages_need_not_be_stored(model: BlockModel) -> None:
