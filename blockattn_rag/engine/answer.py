@@ -17,24 +17,16 @@ from blockattn_rag.model.decoding import end_token_ids, stop_strings
 
 
 class Prepared(NamedTuple):
-    """A prompt that is ready for the model.
-
-    Args:
-        context: Context blocks at their positions. Empty in full mode.
-        limit: Maximum number of tokens to generate.
-        is_hit: Whether each context block was a cache hit.
-        may_change: Whether each context block's tokens may be recomputed for the question.
-        recomputed_tokens: Number of tokens to recompute.
-    """
+    """A prompt that is ready for the model."""
 
     context_ids: list[int]
     final_ids: list[int]
-    context: Context
-    limit: int
+    context: Context  # Empty in full mode.
+    limit: int  # Maximum number of tokens to generate.
     stats: ReuseStats
-    is_hit: Sequence[bool] = ()
-    may_change: Sequence[bool] = ()
-    recomputed_tokens: int = 0
+    is_hit: Sequence[bool] = ()  # Per context block.
+    may_change: Sequence[bool] = ()  # Whether each block's tokens may be recomputed.
+    recomputed_tokens: int = 0  # Number of tokens to recompute.
 
     def recomputed(self, context: Context, chosen: Sequence[int], seconds: float) -> Prepared:
         """Copy the prompt with a context in which ``chosen`` tokens were recomputed. Chosen tokens
@@ -111,7 +103,6 @@ class Answer:
         return self.has_ended
 
     def complete(self, ids: Sequence[int]) -> None:
-        """Push the tokens that are new, and set the request's result to the complete answer."""
         if self.has_ended:
             return
         for token in ids[len(self._ids) :]:

@@ -338,12 +338,7 @@ class BlockAttentionEngine:
         return self._scheduler.submit_and_wait(*waiting)
 
     def answer_logits(
-        self,
-        prompt: Prompt,
-        answer_ids: Sequence[int],
-        *,
-        mode: Mode = "block",
-        **options: Any,
+        self, prompt: Prompt, answer_ids: Sequence[int], *, mode: Mode = "block", **options: Any
     ) -> torch.Tensor:
         """Compute the model's logits for each token of an existing answer (teacher forcing).
 

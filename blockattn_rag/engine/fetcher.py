@@ -30,15 +30,10 @@ _MOST_TO_STORE = 4096
 
 
 class Fetched(NamedTuple):
-    """Keys and values of a prompt's context blocks, in order.
-
-    Args:
-        blocks: Keys and values of the blocks that have tokens.
-        is_hit: Whether each block was a cache hit. Repetitions of a computed block count as hits.
-    """
+    """Keys and values of the context blocks that have tokens, in order."""
 
     blocks: list[BlockKV]
-    is_hit: list[bool]
+    is_hit: list[bool]  # Repetitions of a computed block count as hits.
 
     @property
     def hits(self) -> int:
@@ -84,16 +79,11 @@ class BlockFetcher:
         if on_miss not in get_args(OnMiss):
             raise ValueError(f"Unknown on_miss {on_miss!r}: expected 'compute' or 'error'.")
         self._on_miss = on_miss
-        self._lookup = BlockLookup(model, access)
+        self.specs = BlockLookup(model, access).specs
         self._cache = BlockCache(store, resident_bytes, read_only=access.read_only)
         self._outline = model.profile.token_outline
         # Keys of blocks to store on their next use: system messages used once, and damaged entries.
         self._to_store: set[str] = set()
-
-    def specs(
-        self, blocks: Sequence[Block], *, as_prompt: bool, recipe: Recipe = PLAIN
-    ) -> list[BlockSpec]:
-        return self._lookup.specs(blocks, as_prompt=as_prompt, recipe=recipe)
 
     def contains(self, block: Block, *, first: bool = False, recipe: Recipe = PLAIN) -> bool:
         """Whether the store has an entry for a block. Its contents are not checked."""
@@ -113,8 +103,8 @@ class BlockFetcher:
     def fetch(self, context: Sequence[BlockSpec]) -> Fetched:
         """Get the KV of a prompt's context blocks, and compute missing blocks in batches.
 
-        New passages are stored. System messages are stored on their second use. All other text is
-        private to its prompt, and only kept in this process's memory.
+        New passages are stored, and system messages on their second use. All other text is private
+        to its prompt, and only kept in memory.
         """
         specs = merge_specs(context)
         blocks = self._look_up([*specs.values()])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-import os
+import stat
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -46,25 +46,13 @@ def resolve_recipe(
     *,
     stock: str = STOCK,
 ) -> Recipe:
-    """Determine the recipe that an engine uses.
+    """Determine the recipe that an engine uses (``docs/guides/stock_models.md``).
 
     Args:
         given: A recipe, a recipe's folder, settings such as ``"head+recompute:0.1"``
             (``engine.outline``), or ``"auto"``. None means ``"auto"``.
         folder: Folder of the database that the store belongs to.
         stock: Settings of ``"auto"`` for a stock model without a recipe.
-
-    ``"auto"`` uses the first of these that exists:
-
-    1. The settings that a block-fine-tuned model was trained with.
-    2. The folder ``recipe`` in ``folder``.
-    3. The folder ``recipe`` in the store's folder, next to the store's folder, or in the folder
-       that the model was loaded from. A warning names the folder.
-    4. A recipe shipped with the package for the model's fingerprint.
-    5. ``stock``, or ``"fast"`` if the model cannot recompute tokens. A warning states its cost.
-
-    In steps 2 and 3, recipes for other models are skipped with a warning. In step 3, damaged and
-    unusable recipes are also skipped.
 
     Raises:
         ValueError: the recipe is missing or damaged, or does not belong to the model.
@@ -185,11 +173,9 @@ def _found(model: AnyModel, store: KVStore, folder: Path | None) -> Recipe | Non
 
 
 def _sources(model: AnyModel) -> Iterator[str]:
-    """Paths that the model may have been loaded from.
-
-    A name without a folder, such as ``tiny``, may just be a label. It only counts as a path if the
-    weights were loaded from it. Otherwise, files in the current directory would change answers.
-    """
+    """Paths that the model may have been loaded from. A name without a folder, such as ``tiny``,
+    only counts as a path if the weights were loaded from it: it may just be a label, and files in
+    the current directory must not change answers."""
     loaded = str(getattr(model.config, "_name_or_path", ""))
     if model.name == loaded or is_gguf(Path(model.name)) or Path(model.name).name != model.name:
         yield model.name
@@ -208,19 +194,14 @@ def _places(store: Path | None, models: Iterable[str], folder: Path | None) -> I
             continue
         seen.add(resolved)
         place = parent / RECIPE_FOLDER
-        if os.path.isfile(place / RECIPE_FILE) or (parent == folder and _is_unreadable(place)):
-            yield place
-
-
-def _is_unreadable(place: Path) -> bool:
-    """Whether a recipe may exist but cannot be accessed, so that loading it raises an error."""
-    try:
-        (place / RECIPE_FILE).stat()
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    except OSError:
-        return True
-    return False
+        try:
+            if stat.S_ISREG((place / RECIPE_FILE).stat().st_mode):
+                yield place
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except OSError:
+            if parent == folder:  # Loading the database's recipe raises this error.
+                yield place
 
 
 def known_digests(given: RecipeLike, store: str | Path | None, model: str) -> list[str]:

@@ -24,28 +24,18 @@ Name = tuple[str, str]
 
 
 class BlockSpec(NamedTuple):
-    """Identity of a block in the store, and the tokens that it is computed from.
+    """Identity of a block in the store, and the tokens that it is computed from."""
 
-    Args:
-        keys: Store key of the block in each of ``namespaces``.
-        namespaces: Namespaces to search. The block is stored in the first one.
-        ids: Token ids. A block without tokens has no keys and values.
-        digest: Digest of the tokens, sink and adapter.
-        encoded_digest: Digest of the block before its adapter is applied.
-        sink_ids: Prefix tokens that the block is encoded with.
-        handles: Handles of all requested texts with these tokens.
-    """
-
-    keys: tuple[str, ...]
-    namespaces: tuple[str, ...]
-    ids: list[int]
-    digest: str
-    encoded_digest: str
+    keys: tuple[str, ...]  # Store key in each namespace.
+    namespaces: tuple[str, ...]  # The block is stored in the first one.
+    ids: list[int]  # A block without tokens has no keys and values.
+    digest: str  # Of the tokens, sink and adapter.
+    encoded_digest: str  # Before the adapter is applied.
     block: Block
-    sink_ids: Sequence[int]
+    sink_ids: Sequence[int]  # Prefix tokens that the block is encoded with.
     adapter: Correction | None
     keep: Keep
-    handles: tuple[str, ...]
+    handles: tuple[str, ...]  # Of all requested texts with these tokens.
 
     @property
     def key(self) -> str:
@@ -79,7 +69,9 @@ class BlockLookup:
         self._sink_ids = cache(lambda sink: tuple(sink_ids(sink, model.tokenizer)))
         self._spec = lru_cache(MOST_REMEMBERED)(self._make_spec)
 
-    def specs(self, blocks: Sequence[Block], *, as_prompt: bool, recipe: Recipe) -> list[BlockSpec]:
+    def specs(
+        self, blocks: Sequence[Block], *, as_prompt: bool, recipe: Recipe = PLAIN
+    ) -> list[BlockSpec]:
         """Look up blocks. The first block of a prompt has the BOS token, and is encoded without
         sink and adapter."""
         starts = [self._spec(block, True, NO_SINK, None) for block in blocks[:as_prompt]]

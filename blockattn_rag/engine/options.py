@@ -40,13 +40,10 @@ class GenerateOptions:
 
     @classmethod
     def parse(cls, given: Mapping[str, Any], recipe: Recipe) -> GenerateOptions:
-        """Parse the keyword arguments of ``generate``.
+        """Parse the keyword arguments of ``generate``, except for the recipe, which is resolved.
 
         Unknown arguments are passed to transformers' ``generate``. ``stop_strings`` is handled as
         ``stop``, because transformers would search the prompt too.
-
-        Args:
-            recipe: The call's recipe, already resolved. The recipe in ``given`` is ignored.
         """
         rest = dict(given)
         rest.pop("recipe", None)

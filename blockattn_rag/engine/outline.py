@@ -65,7 +65,6 @@ class RecipeOutline:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of all fields, 64 hex digits."""
         return hashlib.sha256(json.dumps(asdict(self)).encode()).hexdigest()
 
     def __str__(self) -> str:

@@ -29,7 +29,6 @@ LatePrompt = Prompt | Callable[[], Prompt]
 
 
 def to_block_prompt(prompt: LatePrompt) -> BlockPrompt:
-    """Convert a prompt to a ``BlockPrompt``. If it is a function, call it first."""
     made = prompt() if callable(prompt) else prompt
     return made if isinstance(made, BlockPrompt) else BlockPrompt.from_texts(made)
 
@@ -83,7 +82,6 @@ class Group:
 
     @classmethod
     def of_this_call(cls, options: object) -> Group | None:
-        """Return the current call's group if it has these options."""
         group = cls._current.get()
         return group if group is not None and group._options == options else None
 
@@ -135,7 +133,6 @@ class Pending(Generic[T]):
 
     @property
     def is_ready(self) -> bool:
-        """Whether the work can start once the model is free."""
         return self.group is None and (self.needs is None or self.needs.done())
 
     def begin(self) -> bool:
@@ -155,9 +152,8 @@ class Pending(Generic[T]):
         return False
 
     def run(self, batch: Sequence[Pending[Any]]) -> None:
-        """Run a batch that starts with this item, and set each item's result or error. Uses the
-        caller's context variables and number of PyTorch threads."""
-        # PyTorch's number of threads is a setting of the calling thread.
+        """Run a batch that starts with this item, with the caller's context variables and number of
+        PyTorch threads."""
         if torch.get_num_threads() != self._num_threads:
             torch.set_num_threads(self._num_threads)
         self._context.copy().run(self._serve, batch)
@@ -189,9 +185,8 @@ class PendingRequest(Pending[Generation]):
     """A prompt that is waiting for its answer.
 
     Args:
-        prompt: The prompt, or a function that creates it. The function is called outside the
-            caller's thread, because it may be slow and the caller may be an event loop.
-        runner: Runner that answers the request, in a batch with requests that have equal options.
+        prompt: The prompt, or a function that creates it outside the caller's thread, because it
+            may be slow and the caller may be an event loop.
         needs: Future of the compiled grammar. Other requests may run before it is done.
     """
 
@@ -218,7 +213,6 @@ class PendingRequest(Pending[Generation]):
         return self._context.copy().run(to_block_prompt, self._prompt)
 
     def emit(self, text: str, token_ids: Sequence[int] = ()) -> None:
-        """Pass new text and tokens to the reader of the stream, if there is one."""
         if text and self.on_chunk is not None:
             self.on_chunk(GenerationChunk(text, token_ids=tuple(token_ids)))
 

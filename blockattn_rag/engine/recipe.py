@@ -142,7 +142,6 @@ class Recipe:
 
     @property
     def outline(self) -> RecipeOutline:
-        """The recipe without its adapter's weights."""
         adapter = self.adapter.digest if self.adapter else ""
         return RecipeOutline(self.sink, adapter, self.promote, self.recompute, self.positions)
 

@@ -183,7 +183,6 @@ class Scheduler:
 
 
 def _first_batch(ready: Sequence[Pending[T]]) -> list[Pending[T]]:
-    """Return the first item, and all items that can share a batch with it."""
     sharing = [*ready[:1], *(pending for pending in ready[1:] if pending.joins(ready[0]))]
     return sharing[: ready[0].max_batch] if ready else []
 

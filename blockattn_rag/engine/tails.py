@@ -62,9 +62,8 @@ class Tails:
     def begin(self, prepared: Prepared, options: GenerateOptions) -> Start:
         """Look up the cached prefix of a prompt's final block, which never includes the last token.
 
-        Tails are neither used nor kept in full mode, with options for transformers' ``generate``,
-        with a recipe that recomputes tokens, or if the model's states may differ, for example under
-        autocast.
+        Tails are neither used nor kept in full mode, with options for transformers, if tokens are
+        recomputed, or if the model's states may differ, for example under autocast.
         """
         if not self._max_bytes or options.mode != "block" or options.recipe.recompute:
             return NOTHING

@@ -17,6 +17,9 @@ ReadResult: TypeAlias = BlockKV | StoreError | None
 """Result per key of a batch read: the entry, None if it does not exist, or the StoreError that
 ``get`` would raise. Returning errors keeps one bad entry from failing the whole batch."""
 
+ChooseHeads: TypeAlias = Callable[[Header], Mapping[int, range]]
+"""Function that returns the heads of each layer to read, given the header of an entry."""
+
 
 @dataclass(frozen=True, slots=True)
 class TierStats:
@@ -173,11 +176,8 @@ class KVStore(ABC):
         """Mark an entry as used now, and add the handles of further texts that share it.
 
         Texts with the same tokens share an entry, which ``gc`` keeps as long as one of its handles
-        is live. If two claims are concurrent, one may be lost, and its block may later be encoded
-        again.
-
-        Returns:
-            Whether the entry exists and appears intact.
+        is live. Of concurrent claims, one may be lost. Returns whether the entry exists and appears
+        intact.
         """
         return self.touch(key)
 
@@ -188,16 +188,11 @@ class KVStore(ABC):
 
 
 class StoredEntry(NamedTuple):
-    """Entry in a store listing.
-
-    Args:
-        nbytes: Size of the entry in the store. 0 if its path is not a regular file.
-        used_ns: Last recorded use, in nanoseconds since 1970.
-    """
+    """Entry in a store listing."""
 
     key: str
-    nbytes: int
-    used_ns: int
+    nbytes: int  # Size in the store. 0 if the entry's path is not a regular file.
+    used_ns: int  # Last recorded use, in nanoseconds since 1970.
 
 
 class EntryInfo(NamedTuple):
@@ -239,18 +234,12 @@ class MaintainedStore(KVStore):
 
     @abstractmethod
     def discard(self, key: str, used_ns: int) -> bool | None:
-        """Delete an entry unless it was used or replaced since ``used_ns``.
-
-        Returns:
-            True if it was deleted, False if it was used, None if it no longer existed.
-        """
+        """Delete an entry unless it was used or replaced since ``used_ns``. Returns True if it was
+        deleted, False if it was used, None if it no longer existed."""
 
     @abstractmethod
     def read_parts(
-        self,
-        keys: Sequence[str],
-        choose: Callable[[Header], Mapping[int, range]],
-        head_bytes: int,
+        self, keys: Sequence[str], choose: ChooseHeads, head_bytes: int
     ) -> list[ReadResult]:
         """Read selected heads and layers of entries, verified like complete entries.
 
@@ -258,8 +247,8 @@ class MaintainedStore(KVStore):
         with the entry's key.
 
         Args:
-            choose: Function that returns the heads of each layer to read, given the header. If it
-                raises a StoreError, that error is returned.
+            choose: Function that selects the heads. If it raises a StoreError, that error is
+                returned.
             head_bytes: Number of bytes in the first read of each entry. A remote store rejects
                 entries with a longer header.
         """

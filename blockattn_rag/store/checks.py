@@ -39,7 +39,6 @@ _KEY = re.compile(r"[0-9a-f]{64}")
 
 
 def is_key(key: object) -> TypeGuard[str]:
-    """Whether ``key`` has the format of a store key: 64 lower-case hex digits."""
     return isinstance(key, str) and _KEY.fullmatch(key) is not None
 
 
@@ -66,7 +65,6 @@ def check_entry(key: str, kv: BlockKV) -> None:
 
 
 def check_block(kv: BlockKV, key: str, token_ids: Sequence[int], outline: Outline) -> None:
-    """Check that a block read from a store is the requested block."""
     if kv.key != key:
         raise FingerprintMismatchError(
             f"The entry {key} contains another block (digest {kv.digest[:12]}, fingerprint "
@@ -93,7 +91,6 @@ def is_finite(kv: BlockKV) -> bool:
 
 
 def check_finite(kv: BlockKV, place: object) -> None:
-    """Raise a StoreError that names ``place`` if keys or values contain NaN or infinity."""
     if not is_finite(kv):
         raise StoreError(
             f"Cannot write {place}: keys or values of the block contain NaN or infinity. The model "

@@ -65,7 +65,6 @@ class Readers(_ForkAware):
         self._lock = threading.Lock()
 
     def start(self, read: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Submit a read, which is queued if all threads are busy."""
         with self._lock:
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix=self._name)

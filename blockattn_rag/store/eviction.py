@@ -48,15 +48,13 @@ class Refusals:
 def _evict(
     store: MaintainedStore, max_bytes: int, *, more_bytes: int = 0, ignored: str = ""
 ) -> tuple[int, tuple[StoredEntry, ...]]:
-    """Delete the least recently used entries until the others take at most ``max_bytes``.
+    """Delete the least recently used entries until the others take at most ``max_bytes``. Returns
+    the total size of the remaining entries, and the deleted entries.
 
     Args:
         more_bytes: Additional bytes to free if any entry must be deleted, rounded down to complete
             entries.
         ignored: Key of an entry that is about to be replaced.
-
-    Returns:
-        Total size of the remaining entries, and the deleted entries.
     """
     known = [entry for entry in store.entries() if entry.nbytes and entry.key != ignored]
     left, spare = sum(entry.nbytes for entry in known), more_bytes
@@ -81,10 +79,9 @@ def _evict(
 class SizeBound:
     """Frees space in a store before a write. Callers must hold ``lock``.
 
-    Listing all files for each write would be slow in a large store. A writer therefore lists them
-    only when it has written 1/64 of the size limit or runs out of space, and then frees up to 1/64
-    at once. With one writer, a store never exceeds its limit. Each additional writer may exceed it
-    by 1/64, or by one larger entry, until a writer lists the files again.
+    Listing all files for each write would be slow in a large store. A writer lists them only when
+    it has written 1/64 of the size limit or runs out of space, and then frees up to 1/64 at once.
+    Each additional writer may exceed the limit by 1/64, or by one larger entry, until then.
     """
 
     def __init__(self, max_bytes: int) -> None:

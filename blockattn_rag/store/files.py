@@ -32,7 +32,6 @@ _READ_ONLY = {errno.EACCES, errno.EPERM, errno.EROFS}
 
 @contextlib.contextmanager
 def explained(doing: str, path: Path) -> Iterator[None]:
-    """Convert an OSError to a StoreError that names the path."""
     try:
         yield
     except OSError as error:

@@ -52,13 +52,10 @@ def encode(kv: BlockKV) -> bytes:
 
 
 def decode(raw: Tensor) -> BlockKV:
-    """Decode an entry. Keys and values are views of ``raw``.
+    """Decode an entry, uint8 ``[size]``. Keys and values are views of ``raw``.
 
     Each layer is ``[heads, tokens, dim]``, with contiguous heads. Contents are validated even if
     all checksums match, because an attacker can compute valid checksums.
-
-    Args:
-        raw: uint8 ``[size]``.
     """
     view = raw.numpy().data
     header = parse_header(view, len(view))
@@ -77,11 +74,8 @@ def ranges(header: Header, part: HeadsByLayer) -> list[tuple[int, int]]:
 
 
 def decode_part(header: Header, part: HeadsByLayer, data: Tensor) -> BlockKV:
-    """Decode part of an entry as a block with the entry's key.
-
-    Args:
-        data: Concatenated bytes of ``ranges``, uint8. Keys and values may be views of it.
-    """
+    """Decode part of an entry as a block with the entry's key. ``data``: Concatenated bytes of
+    ``ranges``, uint8. Keys and values may be views of it."""
     layout, tensors, at = header.layout, dict[str, Tensor](), 0
     for name in _names(header, part):
         stop = at + header.places[name].nbytes
@@ -102,14 +96,27 @@ def decode_part(header: Header, part: HeadsByLayer, data: Tensor) -> BlockKV:
                 # Copy the layers: a view would keep the other layers in memory.
                 states[kind][layer] = state if len(own) == len(members) else state.clone()
     by_layer = {kind: [part[layer] for layer in sorted(part)] for kind, part in states.items()}
-    kv = _block(header, token_ids, by_layer)
+    scales = None
+    if layout.quantized:
+        key_scales = tuple(scale.unsqueeze(1) for scale in by_layer["key_scales"])
+        value_scales = tuple(scale.unsqueeze(2) for scale in by_layer["value_scales"])
+        scales = KVScales(key_scales, value_scales, header.dtype)
+    kv = BlockKV(
+        keys=tuple(by_layer["keys"]),
+        values=tuple(by_layer["values"]),
+        token_ids=token_ids,
+        fingerprint=header.fingerprint,
+        digest=header.digest,
+        handle=header.handle,
+        scales=scales,
+        namespace=header.namespace,
+    )
     if layout.quantized and not checks.is_finite(kv):
         raise FormatError(f"its scales are too large for {header.dtype}")
     return kv
 
 
 def check_entry_key(key: str, entry: BlockKV | Header, place: object) -> None:
-    """Raise FingerprintMismatchError if the entry at ``place`` does not have this key."""
     if entry.key != key:
         raise FingerprintMismatchError(
             f"{place} contains the entry of another text, model or tenant, whose key is "
@@ -118,14 +125,12 @@ def check_entry_key(key: str, entry: BlockKV | Header, place: object) -> None:
 
 
 def encoded(key: str, kv: BlockKV, place: object) -> bytes:
-    """Encode a block as bytes, after checking that it belongs under ``key``."""
     checks.check_entry(key, kv)
     checks.check_finite(kv, place)
     return encode(kv)
 
 
 def decoded(key: str, raw: Tensor, place: object) -> BlockKV:
-    """Decode the entry of ``key`` from the bytes at ``place``, uint8 ``[size]``."""
     with damage_reported(place):
         kv = decode(raw)
     check_entry_key(key, kv, place)
@@ -134,7 +139,6 @@ def decoded(key: str, raw: Tensor, place: object) -> BlockKV:
 
 @contextmanager
 def damage_reported(place: object) -> Iterator[None]:
-    """Convert a FormatError to a CorruptEntryError that names the entry's location."""
     try:
         yield
     except FormatError as error:
@@ -175,21 +179,3 @@ def _stacked(heads: Sequence[Tensor]) -> Tensor:
     if not is_even or len({head.untyped_storage().data_ptr() for head in heads}) > 1:
         return torch.stack([*heads])
     return first.as_strided((len(heads), *first.shape), (step, *first.stride()), offsets[0])
-
-
-def _block(header: Header, token_ids: Tensor, by_layer: Mapping[str, Sequence[Tensor]]) -> BlockKV:
-    scales = None
-    if header.layout.quantized:
-        keys = tuple(scale.unsqueeze(1) for scale in by_layer["key_scales"])
-        values = tuple(scale.unsqueeze(2) for scale in by_layer["value_scales"])
-        scales = KVScales(keys, values, header.dtype)
-    return BlockKV(
-        keys=tuple(by_layer["keys"]),
-        values=tuple(by_layer["values"]),
-        token_ids=token_ids,
-        fingerprint=header.fingerprint,
-        digest=header.digest,
-        handle=header.handle,
-        scales=scales,
-        namespace=header.namespace,
-    )

@@ -68,7 +68,6 @@ class Layout:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Types of tensors that each head has."""
         scales = ("key_scales", "value_scales") if self.quantized else ()
         return ("keys", "values", *scales)
 
@@ -82,7 +81,6 @@ class Layout:
 
     @cached_property
     def tensors(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """Dtypes and shapes of all tensors, by name."""
         tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]]
         tensors = {TOKEN_IDS: (torch.int64, (self.num_tokens,))}
         for number, (shape, layers) in enumerate(self.groups):
@@ -157,7 +155,6 @@ class Header(NamedTuple):
 
 
 def read_header(file: BinaryIO | FileIO, size: int) -> Header:
-    """Read and verify the header of an entry of ``size`` bytes."""
     start = file.read(_LENGTH_BYTES) or b""
     return parse_header(start + (file.read(header_end(start) - len(start)) or b""), size)
 

@@ -237,11 +237,9 @@ def gc(
     during ingestion count as uses. An entry that is used while ``gc`` runs is kept. If a deleted
     entry is needed later, its block is encoded again.
 
-    Texts with the same tokens share an entry, which has the handles of all ingested texts
-    (``KVStore.claim``). Entries without a handle, which were encoded by a server or are shared by
-    many texts, are deleted only by ``ttl_s``. Object stores record only writes, so ``gc`` may
-    delete an old entry that a running ingestion reuses, if the ingestion adds the passage after
-    ``live_handles`` was collected.
+    Entries without a handle, which were encoded by a server or are shared by many texts, are
+    deleted only by ``ttl_s``. Object stores record only writes, so ``gc`` may delete an old entry
+    that a running ingestion reuses, if it adds the passage after ``live_handles`` was collected.
 
     Args:
         live_handles: Handles (``BlockKV.handle``) of all referenced blocks. None: all blocks count
@@ -320,7 +318,6 @@ def gc(
 def _outcome(
     info: EntryInfo, live_handles: Collection[str] | None, grace_s: float, ttl_s: float | None
 ) -> tuple[str, str]:
-    """Return the ``gc`` counter for an entry, and the reason if the entry should be deleted."""
     # Entries encoded by a server have no handles.
     is_live = (
         live_handles is None
@@ -337,11 +334,8 @@ def _outcome(
 
 
 def describe_all(store: MaintainedStore) -> Iterator[tuple[str, EntryInfo | StoreError | None]]:
-    """Yield the key and header of each entry (``describe``), reading several concurrently.
-
-    Instead of a header, yields None for an entry that was deleted in the meantime, and a StoreError
-    for one that cannot be read.
-    """
+    """Yield the key of each entry, and its header, or None if it was deleted in the meantime, or
+    the StoreError if it cannot be read. Reads several entries concurrently."""
 
     def described(key: str) -> tuple[str, EntryInfo | StoreError | None]:
         try:

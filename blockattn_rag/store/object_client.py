@@ -54,12 +54,8 @@ class ObjectClient:
         return f"{self.url}/{path}"
 
     def read_many(self, paths: Sequence[str]) -> list[Tensor | StoreError | None]:
-        """Read complete objects concurrently, with one deadline for all.
-
-        Returns:
-            For each path: its content, uint8 ``[size]`` in newly allocated memory; None if it does
-            not exist; or an error.
-        """
+        """Read complete objects concurrently, with one deadline for all. The contents are uint8
+        ``[size]`` in newly allocated memory, or None for an object that does not exist."""
         return self.read_ranges(
             [(path, lambda _, size: [(0, size)]) for path in paths], _PART_BYTES
         )
@@ -103,16 +99,13 @@ class ObjectClient:
         return True
 
     def list(self, folder: str) -> Iterator[ObjectMeta]:
-        """Iterate over the objects in a folder and its subfolders, one page per request."""
         with self._explained("list", folder):
             for page in self._backend.list(folder, chunk_size=_PAGE):
                 yield from page
 
     def _begin(self, path: str, choose: Choose, first_bytes: int, until: float) -> _Read | None:
-        """Read the first part of an object, select the ranges, and start reading them.
-
-        After the deadline, no further read is started, because it would delay later reads.
-        """
+        """Read the first part of an object, select the ranges, and start reading them, unless the
+        deadline has passed: further reads would delay later ones."""
         head = self._range(path, 0, first_bytes)
         if head is None:
             return None
@@ -201,7 +194,6 @@ class ObjectClient:
 
     @contextmanager
     def _explained(self, doing: str, path: str) -> Iterator[None]:
-        """Convert client-library errors to StoreErrors that name the object."""
         from obstore.exceptions import BaseError
 
         # In a fork, the client library's threads are not running, so calls would hang.

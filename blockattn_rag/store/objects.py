@@ -12,6 +12,7 @@ from torch import Tensor
 from blockattn_rag.errors import CorruptEntryError, FingerprintMismatchError, StoreError
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.store.base import (
+    ChooseHeads,
     EntryInfo,
     MaintainedStore,
     ReadResult,
@@ -115,12 +116,8 @@ class ObjectStore(MaintainedStore):
         return _results(keys, contents, entry)
 
     def read_parts(
-        self,
-        keys: Sequence[str],
-        choose: Callable[[Header], Mapping[int, range]],
-        head_bytes: int,
+        self, keys: Sequence[str], choose: ChooseHeads, head_bytes: int
     ) -> list[ReadResult]:
-        """Read parts of entries, with one deadline (see ``MaintainedStore``)."""
         chosen: dict[str, tuple[Header, Mapping[int, range]]] = {}
 
         def places(key: str, first: memoryview, size: int) -> Sequence[tuple[int, int]]:
@@ -194,7 +191,6 @@ class ObjectStore(MaintainedStore):
         return EntryInfo(header, meta["size"], _written_ns(meta))
 
     def _header(self, key: str, first: bytes | memoryview, size: int) -> Header:
-        """Parse the header of an entry from its first bytes."""
         place = self._client.place(entry_path(key))
         with damage_reported(place):
             end = header_end(first)
@@ -223,7 +219,6 @@ def _results(
 
 
 def entry_path(key: str) -> str:
-    """Path of a key's entry, relative to the store's address."""
     return f"{_OBJECTS}/{check_key(key)[:2]}/{key}{_SUFFIX}"
 
 

@@ -77,19 +77,14 @@ class PassageIndex:
     ) -> tuple[Span, ...]:
         """Split known passages out of a prompt; see ``PassageMatcher.split``.
 
-        Reads new index files at most every ``refresh_s`` seconds, so call it in a thread if the
-        store is remote. If the index cannot be read, the error is logged, and the entries in memory
-        are used.
+        May read new index files, so call it in a thread if the store is remote. If they cannot be
+        read, the error is logged, and the entries in memory are used.
         """
         first, *others = map(self._matcher, access.namespaces(private=False))
         return first.split(spans, *others, in_system=in_system)
 
     def add(self, entries: Entries, namespace: str) -> int:
-        """Add index entries (``entries_of``). Call it after the passages have been stored.
-
-        Returns:
-            Number of new entries.
-        """
+        """Add index entries (``entries_of``) of stored passages. Returns the number of new ones."""
         return self._index(namespace).add(entries)
 
     def _matcher(self, namespace: str) -> PassageMatcher:
@@ -120,10 +115,8 @@ class PassageIndex:
 
 
 class _NamespaceIndex:
-    """Index of one namespace: the files read so far, and a matcher for their entries.
-
-    The matcher is replaced, never modified, so it can be used without a lock.
-    """
+    """Index of one namespace: the files read so far, and a matcher for their entries. The matcher
+    is replaced, never modified, so it can be used without a lock."""
 
     def __init__(self, sidecar: Sidecar, namespace: str, refresh_s: float = 0) -> None:
         self._sidecar = sidecar
@@ -168,8 +161,7 @@ class _NamespaceIndex:
             return len(fresh)
 
     def merge(self, stored: set[bytes] | None, added: Entries) -> tuple[int, int]:
-        """Replace all files read so far with one. Returns the numbers of kept and dropped
-        entries."""
+        """Replace the files read so far with one. Returns how many entries are kept and dropped."""
         with self._lock:
             entries = joined([self.matcher.entries, added])
             kept = entries

@@ -13,14 +13,7 @@ from typing import TypeVar
 
 from blockattn_rag.errors import StoreError, StoreUnavailableError
 from blockattn_rag.kv.block_kv import BlockKV
-from blockattn_rag.store.base import (
-    KVStore,
-    ReadResult,
-    Sidecar,
-    StoreStats,
-    TierStats,
-    is_damage,
-)
+from blockattn_rag.store.base import KVStore, ReadResult, Sidecar, StoreStats, TierStats, is_damage
 from blockattn_rag.store.checks import check_entry, check_finite
 from blockattn_rag.store.concurrency import (
     CircuitBreaker,
@@ -173,11 +166,8 @@ class TieredStore(KVStore):
         return self._home.store.sidecar
 
     def get_many(self, keys: Sequence[str]) -> list[ReadResult]:
-        """Read several entries, with one call per tier.
-
-        The result is None if no responding tier has the entry, and an error if the entry is damaged
-        in the home and absent from all other tiers.
-        """
+        """Read several entries. The result is None if no responding tier has the entry, and an
+        error if the entry is damaged in the home and absent from all other tiers."""
         most_s = self._deadline_s * (len(self._tiers) + 1)
         return self._flights.read(keys, self._read, most_s)
 

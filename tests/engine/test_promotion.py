@@ -69,8 +69,7 @@ def test_the_last_passages_move_to_the_final_block(
 
 
 @pytest.mark.parametrize(
-    ("family", "assembly"),
-    [("llama", "relay"), ("gemma3_text", "relay"), ("gemma3_text", "copy")],
+    ("family", "assembly"), [("llama", "relay"), ("gemma3_text", "relay"), ("gemma3_text", "copy")]
 )
 @pytest.mark.parametrize("count", [1, 2])
 def test_promoted_passages_attend_to_all_blocks_and_each_other(

@@ -16,12 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from blockattn_rag import (
-    BlockAttentionEngine,
-    DirectoryStore,
-    Recipe,
-    open_store,
-)
+from blockattn_rag import BlockAttentionEngine, DirectoryStore, Recipe, open_store
 from blockattn_rag.engine.find_recipe import known_digests, resolve_recipe
 from blockattn_rag.engine.outline import STOCK, RecipeOutline
 from blockattn_rag.errors import UnsupportedModelError

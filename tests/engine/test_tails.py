@@ -191,12 +191,7 @@ def test_autocast_leaves_no_tail(engine: BlockAttentionEngine) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {"mode": "full"},
-        {"num_beams": 2},
-        {"do_sample": False},
-        {"repetition_penalty": 1.2},
-    ],
+    [{"mode": "full"}, {"num_beams": 2}, {"do_sample": False}, {"repetition_penalty": 1.2}],
     ids=str,
 )
 def test_requests_with_special_options_neither_leave_nor_use_tails(
