@@ -338,23 +338,6 @@ def test_an_interrupt_ends_a_whole_batch_at_once(
     ]
 
 
-def test_requests_without_batching_run_in_order(engine: BlockAttentionEngine, held: Held) -> None:
-    options: dict[str, Any] = {"max_new_tokens": NEW, "temperature": 1.0, "seed": 1}
-    prompts = [["a", "b"], ["c", "d"], ["e", "f"]]
-    pending = asked_together(engine, prompts, options)
-    held.let_go(NEW)
-    assert len(pending[0].result(LONGEST_S).token_ids) == NEW
-    while held.tokens == NEW:
-        time.sleep(0.001)
-    assert not pending[1].answer.done()
-    pending[1].leave()
-    held.let_go()
-    found = pending[2].result(LONGEST_S)
-    assert held.tokens == 2 * NEW + 1
-    alone = [engine.generate(prompt, **options).token_ids for prompt in prompts]
-    assert [pending[0].result().token_ids, found.token_ids] == [alone[0], alone[2]]
-
-
 def test_prompts_with_many_tokens_to_compute_run_in_smaller_batches(
     engine: BlockAttentionEngine, monkeypatch: pytest.MonkeyPatch, batch_sizes: list[int]
 ) -> None:
@@ -433,7 +416,9 @@ def test_encoding_a_prompt_adds_bos_to_its_first_block() -> None:
     assert engine.store.stats().entries == 2
 
 
-def test_engines_that_share_a_model_reproduce_seeded_answers(model: BlockModel) -> None:
+def test_engines_that_share_a_model_reproduce_seeded_answers(
+    model: BlockModel, batch_sizes: list[int]
+) -> None:
     engines = [BlockAttentionEngine(model), BlockAttentionEngine(model)]
     options: dict[str, Any] = {"temperature": 1.0, "max_new_tokens": 12}
     asked = [(engine, seed) for engine in engines for seed in range(6)]
@@ -444,3 +429,4 @@ def test_engines_that_share_a_model_reproduce_seeded_answers(model: BlockModel) 
         ]
         found = [future.result().token_ids for future in futures]
     assert found == alone
+    assert batch_sizes == []

@@ -12,7 +12,6 @@ import torch
 
 from blockattn_rag.engine.fetcher import BlockFetcher
 from blockattn_rag.errors import MissError, StoreError
-from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.model import BlockModel
 from blockattn_rag.prompts.blocks import Block, BlockTemplate, Origin, Span
 from blockattn_rag.store import DirectoryStore
@@ -123,27 +122,6 @@ def test_blocks_are_computed_if_the_store_cannot_keep_them(
         found = fetch(fetcher, [A, B])
     assert found.misses == len(found.blocks) == 2
     assert "no space left" in caplog.text
-
-
-class CountingStore(DirectoryStore):
-    """Store that counts its reads from disk."""
-
-    reads = 0
-
-    def get(self, key: str) -> BlockKV | None:
-        self.reads += 1
-        return super().get(key)
-
-
-def test_a_resident_block_is_read_and_checked_once(model: BlockModel, tmp_path: Path) -> None:
-    store = CountingStore(tmp_path / "kv")
-    ingest(BlockFetcher(model, store), [A, B])
-    fetcher = BlockFetcher(model, store, resident_bytes=1 << 20)
-    first = fetch(fetcher, [D, C, B])
-    second = fetch(fetcher, [D, B, C])
-    assert (first.hits, second.hits, second.misses) == (1, 3, 0)
-    assert second.blocks[1] is first.blocks[2]
-    assert store.reads == 3
 
 
 # -- what may be stored ----------------------------------------------------------------------------

@@ -167,23 +167,6 @@ def test_requests_that_cannot_share_a_batch_run_in_order(
     assert model.batches == [["a"], ["b"], ["c"]]
 
 
-class Incomparable:
-    def __eq__(self, other: object) -> bool:
-        raise AttributeError("no attribute")
-
-    __hash__ = None  # type: ignore[assignment]
-
-
-@pytest.mark.parametrize("make", [Incomparable, lambda: torch.ones(2)])
-def test_requests_with_incomparable_options_run_alone(
-    scheduler: Scheduler, model: Model, make: Callable[[], Any]
-) -> None:
-    requests = [pending(model, text, bias=make()) for text in "ab"]
-    scheduler.submit(*requests)
-    assert [one.result(LONGEST_S).text for one in requests] == ["a", "b"]
-    assert model.batches == [["a"], ["b"]]
-
-
 def test_jobs_run_in_order_with_requests(scheduler: Scheduler, model: Model) -> None:
     keep_busy(scheduler, model)
     job, last = Job(lambda: [*model.batches]), pending(model, "last")
@@ -408,21 +391,6 @@ def test_uses_the_thread_count_of_the_caller(scheduler: Scheduler) -> None:
             assert job.result(LONGEST_S) == number
     finally:
         torch.set_num_threads(mine)
-
-
-def test_loops_of_several_threads_share_one_queue(scheduler: Scheduler, model: Model) -> None:
-    found: list[str] = []
-    threads = [
-        threading.Thread(
-            target=lambda n=n: found.append(asyncio.run(ask(scheduler, model, str(n))))
-        )
-        for n in range(8)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(LONGEST_S)
-    assert sorted(found) == [str(n) for n in range(8)]
 
 
 def test_a_nested_call_runs_immediately(scheduler: Scheduler, model: Model) -> None:

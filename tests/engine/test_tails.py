@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -132,13 +131,6 @@ def test_a_turn_only_computes_new_tokens_and_gives_the_same_answer(
             assert expected.stats.computed_tokens == len(ids.final)
     assert len(kept(engine)) == 1  # a longer tail replaces the one that it extends
     assert not kept(plain)
-
-
-def test_a_repeated_question_only_computes_its_last_token(engine: BlockAttentionEngine) -> None:
-    first, again = (engine.generate([*CONTEXT, "Who?"], max_new_tokens=NEW) for _ in range(2))
-    assert again.token_ids == first.token_ids
-    assert again.stats.computed_tokens == 1
-    assert len(kept(engine)) == 1
 
 
 def test_a_changed_turn_is_recomputed(
@@ -292,18 +284,6 @@ def test_every_conversation_has_its_own_tail(
             assert answer.token_ids == plain.generate(prompt, max_new_tokens=NEW).token_ids
             assert not turn or answer.stats.computed_tokens == new_tokens(turn)
     assert len(kept(engine)) == 2
-
-
-def test_concurrent_conversations_use_tails(
-    engine: BlockAttentionEngine, plain: BlockAttentionEngine
-) -> None:
-    def talk(name: str) -> list[tuple[list[str], Generation]]:
-        return list(turns(engine, CONTEXT, name))
-
-    with ThreadPoolExecutor(3) as pool:
-        talks = list(pool.map(talk, ("one: ", "two: ", "three: ")))
-    for prompt, answer in (turn for talked in talks for turn in talked):
-        assert answer.token_ids == plain.generate(prompt, max_new_tokens=NEW).token_ids
 
 
 def test_tails_are_limited_and_the_least_recently_used_is_evicted(model: BlockModel) -> None:

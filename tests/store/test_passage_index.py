@@ -6,7 +6,6 @@ import pickle
 import shutil
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -16,26 +15,18 @@ import pytest
 from blockattn_rag.errors import StoreError
 from blockattn_rag.prompts.blocks import Span, handle_of
 from blockattn_rag.prompts.recognition import entries_of
-from blockattn_rag.store import DirectoryStore, KVStore, MemoryStore, ObjectStore, TieredStore
+from blockattn_rag.store import DirectoryStore, KVStore, MemoryStore
 from blockattn_rag.store.namespaces import OPEN, Access
 from blockattn_rag.store.passage_index import IndexReport, PassageIndex, folder_of, merge_index
-from tests.store.conftest import objects_in_memory
+from tests.store.conftest import objects_in_memory, opened
 from tests.store.kvs import make_kv
 
 TEXTS = [f"Passage {n} of the index, which has enough characters: {n}." for n in range(8)]
-KINDS = ("memory", "folder", "objects", "s3", "tiers")
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=["memory", "directory", "objects", "s3", "tiers"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> KVStore:
-    made: dict[str, Callable[[], KVStore]] = {
-        "memory": lambda: MemoryStore(1 << 20),
-        "folder": lambda: DirectoryStore(tmp_path / "kv"),
-        "objects": objects_in_memory,
-        "s3": lambda: ObjectStore(request.getfixturevalue("s3")),
-        "tiers": lambda: TieredStore("memory:1MiB", tmp_path / "kv"),
-    }
-    return made[request.param]()
+    return opened(request, tmp_path)
 
 
 def found(index: PassageIndex, *texts: str, access: Access = OPEN) -> list[str]:
