@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -52,7 +52,7 @@ class Tally:
         return self.count > 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class VerifyReport:
     """Result of ``verify``.
 
@@ -68,17 +68,17 @@ class VerifyReport:
         leftovers: Temporary files of running or killed writers. ``gc`` deletes old ones.
     """
 
-    ok: int
-    total_bytes: int
-    skipped: int
-    damaged: Tally
-    unread: Tally
-    deleted: int
-    errors: Tally
-    leftovers: Tally
+    ok: int = 0
+    total_bytes: int = 0
+    skipped: int = 0
+    damaged: Tally = field(default_factory=Tally)
+    unread: Tally = field(default_factory=Tally)
+    deleted: int = 0
+    errors: Tally = field(default_factory=Tally)
+    leftovers: Tally = field(default_factory=Tally)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class GcReport:
     """Result of ``gc``. With ``dry_run``, the result of an equivalent real run.
 
@@ -95,45 +95,25 @@ class GcReport:
         other: Number of entries that were ignored because they are in other namespaces.
     """
 
-    kept: int
-    kept_young: int
-    deleted: Tally
-    expired: int
-    freed_bytes: int
-    leftovers: Tally
-    errors: Tally
-    dry_run: bool
-    other: int
+    kept: int = 0
+    kept_young: int = 0
+    deleted: Tally = field(default_factory=Tally)
+    expired: int = 0
+    freed_bytes: int = 0
+    leftovers: Tally = field(default_factory=Tally)
+    errors: Tally = field(default_factory=Tally)
+    dry_run: bool = False
+    other: int = 0
 
 
 class _Verdict(NamedTuple):
     """Result of ``verify`` or ``gc`` for one entry."""
 
     key: str
-    outcome: str = "gone"  # Name of the counter to increment.
-    nbytes: int = 0  # 0 if the entry does not count toward the total.
+    outcome: str = "gone"
+    nbytes: int = 0  # Size of an intact or deleted entry.
     reason: str = ""  # Why the entry is damaged, could not be read, or was deleted.
     error: str = ""  # Why the entry could not be checked or deleted.
-
-
-def _added_up(
-    verdicts: Iterable[_Verdict],
-    note: Callable[[_Verdict], None],
-    progress: Callable[[int], None] | None,
-) -> tuple[Counter[str], int, Tally]:
-    """Return outcome counts, total bytes, and errors. Calls ``note`` for verdicts with a reason."""
-    counts: Counter[str] = Counter()
-    nbytes, errors = 0, Tally()
-    for done, verdict in enumerate(verdicts, start=1):
-        counts[verdict.outcome] += 1
-        nbytes += verdict.nbytes
-        if verdict.reason:
-            note(verdict)
-        if verdict.error:
-            errors.add(verdict.key, verdict.error)
-        if progress is not None:
-            progress(done)
-    return counts, nbytes, errors
 
 
 def verify(
@@ -166,38 +146,32 @@ def verify(
     if not 0 < sample <= 1:
         raise ValueError(f"sample must be more than 0 and at most 1, found {sample!r}")
     parts = math.ceil(1 / sample - 1e-9)  # The epsilon absorbs rounding errors.
-    skipped = 0
-    damaged, unread = Tally(), Tally()
+    report = VerifyReport()
 
     def sampled() -> Iterator[StoredEntry]:
-        nonlocal skipped
         for entry in store.entries():  # Keys are digests, so parts have equal sizes.
             if int(entry.key[-15:], 16) * parts >> 60 == seed % parts:
                 yield entry
             else:
-                skipped += 1
-
-    def note(verdict: _Verdict) -> None:
-        tally = unread if verdict.outcome == "unread" else damaged
-        tally.add(verdict.key, verdict.reason)
-        if on_damage is not None:
-            on_damage(verdict.key, verdict.reason)
+                report.skipped += 1
 
     verdicts = _at_once(partial(_check, store, delete_damaged), sampled(), _WHOLE_AT_ONCE)
-    counts, total_bytes, errors = _added_up(verdicts, note, progress)
-    leftovers = Tally()
+    for done, verdict in enumerate(verdicts, start=1):
+        report.ok += verdict.outcome == "ok"
+        report.deleted += verdict.outcome == "deleted"
+        report.total_bytes += verdict.nbytes
+        if verdict.reason:
+            tally = report.unread if verdict.outcome == "unread" else report.damaged
+            tally.add(verdict.key, verdict.reason)
+            if on_damage is not None:
+                on_damage(verdict.key, verdict.reason)
+        if verdict.error:
+            report.errors.add(verdict.key, verdict.error)
+        if progress is not None:
+            progress(done)
     for path in store.leftovers():
-        leftovers.add(str(path), "temporary file")
-    return VerifyReport(
-        ok=counts["ok"],
-        total_bytes=total_bytes,
-        skipped=skipped,
-        damaged=damaged,
-        unread=unread,
-        deleted=counts["deleted"],
-        errors=errors,
-        leftovers=leftovers,
-    )
+        report.leftovers.add(str(path), "temporary file")
+    return report
 
 
 def _check(store: MaintainedStore, delete_damaged: bool, entry: StoredEntry) -> _Verdict:
@@ -268,7 +242,7 @@ def gc(
             f"The time to live ({ttl_s:g} s) is shorter than the grace period ({grace_s:g} s), "
             "during which nothing is deleted; shorten the grace period too"
         )
-    deleted, leftovers = Tally(), Tally()
+    report = GcReport(dry_run=dry_run)
 
     def judge(key: str) -> _Verdict:
         try:
@@ -281,14 +255,22 @@ def gc(
                 return _Verdict(key, outcome)
             if dry_run or store.discard(key, info.used_ns):
                 return _Verdict(key, outcome, info.nbytes, reason)
-            return _Verdict(key, "used")  # The entry was used in the meantime.
+            return _Verdict(key)  # The entry was used in the meantime.
         except StoreError as error:
             return _Verdict(key, error=str(error))
 
-    verdicts = _at_once(judge, store.keys(), _HEADERS_AT_ONCE)
-    counts, freed_bytes, errors = _added_up(
-        verdicts, lambda verdict: deleted.add(verdict.key, verdict.reason), progress
-    )
+    for done, verdict in enumerate(_at_once(judge, store.keys(), _HEADERS_AT_ONCE), start=1):
+        report.kept += verdict.outcome == "kept"
+        report.kept_young += verdict.outcome == "young"
+        report.expired += verdict.outcome == "expired"
+        report.other += verdict.outcome == "other"
+        report.freed_bytes += verdict.nbytes
+        if verdict.reason:
+            report.deleted.add(verdict.key, verdict.reason)
+        if verdict.error:
+            report.errors.add(verdict.key, verdict.error)
+        if progress is not None:
+            progress(done)
     for path in store.leftovers():
         try:
             status = path.stat()
@@ -296,23 +278,13 @@ def gc(
                 continue
             if not dry_run:
                 path.unlink()
-            leftovers.add(str(path), "temporary file")
-            freed_bytes += status.st_size
+            report.leftovers.add(str(path), "temporary file")
+            report.freed_bytes += status.st_size
         except FileNotFoundError:  # The writer has finished.
             continue
         except OSError as error:
-            errors.add(str(path), f"Cannot delete {path}: {error.strerror or error}")
-    return GcReport(
-        kept=counts["kept"],
-        kept_young=counts["young"],
-        deleted=deleted,
-        expired=counts["expired"],
-        freed_bytes=freed_bytes,
-        leftovers=leftovers,
-        errors=errors,
-        dry_run=dry_run,
-        other=counts["other"],
-    )
+            report.errors.add(str(path), f"Cannot delete {path}: {error.strerror or error}")
+    return report
 
 
 def _outcome(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from blockattn_rag.engine.block_cache import BlockCache
+from blockattn_rag.engine.fetcher import BlockCache
 from blockattn_rag.errors import CorruptEntryError, StoreError, StoreUnavailableError
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.store import DirectoryStore, KVStore, MemoryStore, ObjectStore, TieredStore

@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from blockattn_rag.engine.block_cache import BlockCache
 from blockattn_rag.engine.engine import BlockAttentionEngine
-from blockattn_rag.engine.fetcher import BlockFetcher
+from blockattn_rag.engine.fetcher import BlockCache, BlockFetcher
 from blockattn_rag.engine.results import ReuseStats
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.kv.rope import RotaryLayout
