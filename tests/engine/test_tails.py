@@ -217,36 +217,31 @@ def test_batches_neither_leave_nor_use_tails() -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "setting", "context"),
+    ("family", "setting", "context", "assembly", "is_kept"),
     [
-        ("mistral, sliding window", {}, []),
-        ("llama", {"prompt_lookup_num_tokens": 2}, []),
-        ("llama", {"num_beams": 2}, []),
+        ("mistral, sliding window", {}, [], "auto", False),
+        ("llama", {"prompt_lookup_num_tokens": 2}, [], "auto", False),
+        ("llama", {"num_beams": 2}, [], "auto", False),
+        ("mistral, sliding window", {}, CONTEXT, "relay", True),
+        ("mistral, sliding window", {}, CONTEXT, "copy", False),
+        ("gemma3", {}, CONTEXT, "relay", True),
+        ("gemma3", {}, CONTEXT, "copy", False),
     ],
     ids=str,
 )
-def test_windows_leave_no_tail(family: str, setting: dict[str, Any], context: list[str]) -> None:
-    kind, config = SUPPORTED[family]
-    model = readable(BlockModel(tiny_model(kind, **config), tiny_tokenizer()))
-    engine, plain = (BlockAttentionEngine(model, resident_bytes=n) for n in (1 << 30, 0))
-    for name, value in setting.items():
-        setattr(model.hf_model.generation_config, name, value)
-    for prompt, answer in turns(engine, context):
-        assert answer.token_ids == plain.generate(prompt, max_new_tokens=NEW).token_ids
-    assert not kept(engine)
-
-
-@pytest.mark.parametrize("family", ["mistral, sliding window", "gemma3"])
-@pytest.mark.parametrize("assembly", ["relay", "copy"])
-def test_windows_leave_a_tail_if_blocks_are_read_in_place(family: str, assembly: Any) -> None:
+def test_windows_leave_a_tail_only_if_blocks_are_read_in_place(
+    family: str, setting: dict[str, Any], context: list[str], assembly: Any, is_kept: bool
+) -> None:
     kind, config = SUPPORTED[family]
     model = readable(BlockModel(tiny_model(kind, **config), tiny_tokenizer()))
     engine, plain = (
         BlockAttentionEngine(model, resident_bytes=n, assembly=assembly) for n in (1 << 30, 0)
     )
-    for prompt, answer in turns(engine, CONTEXT):
+    for name, value in setting.items():
+        setattr(model.hf_model.generation_config, name, value)
+    for prompt, answer in turns(engine, context):
         assert answer.token_ids == plain.generate(prompt, max_new_tokens=NEW).token_ids
-    assert bool(kept(engine)) == (assembly == "relay")
+    assert bool(kept(engine)) == is_kept
 
 
 def test_a_conversation_continues_after_a_stop_string(

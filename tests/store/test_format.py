@@ -275,7 +275,6 @@ def refused(content: bytes, message: str) -> None:
 
 KEYS = {"dtype": "F32", "shape": [1, 2, 2], "data_offsets": [16, 32]}
 
-
 TOKENS = {"dtype": "I64", "shape": [2], "data_offsets": [0, 16]}
 
 
@@ -309,10 +308,8 @@ def test_header_with_other_tensors_is_refused(change: dict[str, Any]) -> None:
         KEYS | {"shape": [1, 2, 9]},
         KEYS | {"shape": "wide"},
         KEYS | {"shape": []},
-        KEYS | {"shape": [4]},
         KEYS | {"shape": [2, 2]},
         KEYS | {"shape": [1, 1, 2, 2]},
-        KEYS | {"shape": [2, 2, 1]},
         KEYS | {"shape": [1, 4, 1]},
         KEYS | {"shape": [1, -2, -2]},
         KEYS | {"shape": [True, 2, 2]},
