@@ -119,21 +119,15 @@ def _automatic(model: AnyModel, store: KVStore, folder: Path | None, stock: str)
         return recipe
     if (found := _found(model, store, folder)) is not None:
         return found
-    recipe = stock_recipe(model, stock)
+    if (settings := Recipe.of_text(stock)) is None:
+        raise ValueError(f"Invalid settings {stock!r}: expected {TEXT_FORMS}.")
+    if settings.recompute and not can_recompute(model):
+        settings = Recipe(FREE_SINK)
+    # With promotion, state layers process the last passage, too.
+    promote = settings.promote or int(model.profile.has_states)
+    recipe = replace(settings, promote=promote, source=STOCK_SOURCE)
     _warn_once(model, _trade(model, recipe, folder))
     return recipe
-
-
-def stock_recipe(model: AnyModel, stock: str = STOCK) -> Recipe:
-    recipe = Recipe.of_text(stock)
-    if recipe is None:
-        raise ValueError(f"Invalid settings {stock!r}: expected {TEXT_FORMS}.")
-    if recipe.recompute and not can_recompute(model):
-        recipe = Recipe(FREE_SINK)
-    if model.profile.has_states and not recipe.promote:
-        # With promotion, state layers process the last passage, too.
-        recipe = replace(recipe, promote=1)
-    return replace(recipe, source=STOCK_SOURCE)
 
 
 def recipe_in_use(model: AnyModel, store: KVStore, folder: Path | None = None) -> Recipe | None:

@@ -41,12 +41,8 @@ def check_batch_size(batch_size: object) -> None:
 class Group:
     """Concurrent calls whose requests should share a batch.
 
-    Requests in a group wait until every running call has submitted a request, or has ended without
-    one, for example because its answer was cached.
-
-    Args:
-        options: Options of the requests. Requests with different options do not join the group.
-        at_once: Number of calls that run concurrently.
+    Requests with ``options`` wait until each of the ``at_once`` running calls has submitted one, or
+    has ended without one, for example because its answer was cached.
     """
 
     _current: ContextVar[Group | None] = ContextVar("blockattn_group", default=None)
@@ -86,8 +82,7 @@ class Group:
         return group if group is not None and group._options == options else None
 
     def is_complete(self, waiting: int) -> bool:
-        """Whether all running calls have submitted a request. ``waiting``: Number of waiting
-        requests."""
+        """Whether all running calls have submitted a request; ``waiting`` counts the requests."""
         return waiting >= min(self._at_once, self._remaining)
 
 

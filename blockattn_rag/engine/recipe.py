@@ -126,10 +126,8 @@ class Recipe:
 
     @classmethod
     def of_text(cls, text: str) -> Recipe | None:
-        """Parse a recipe's text form, such as ``"head+recompute:0.1"``; see ``engine.outline``.
-
-        Returns:
-            The recipe. None for any other text, such as a folder's path.
+        """Parse a text form, such as ``"head+recompute:0.1"``; see ``engine.outline``. None for any
+        other text, such as a folder's path.
 
         Raises:
             ValueError: a value is out of range.
@@ -168,8 +166,6 @@ class Recipe:
 
     def save(self, folder: str | Path, *, plot: bytes | None = None) -> None:
         """Save the recipe to a folder atomically. Replaces an existing recipe.
-
-        Other processes that load the recipe in the meantime get either the old or the new recipe.
 
         Args:
             folder: Folder that does not exist, is empty, or only contains a recipe, which may be

@@ -220,11 +220,12 @@ class ObjectSidecar(Sidecar):
         return [meta["path"].removeprefix(f"{start}/") for meta in self._client.list(start)]
 
     def read(self, paths: Sequence[str]) -> list[bytes | None]:
-        contents = self._client.read_many([f"{SIDECAR}/{path}" for path in paths])
-        for content in contents:
+        contents: list[bytes | None] = []
+        for content in self._client.read_many([f"{SIDECAR}/{path}" for path in paths]):
             if isinstance(content, StoreError):
                 raise content
-        return [None if content is None else content.numpy().tobytes() for content in contents]
+            contents.append(None if content is None else content.numpy().tobytes())
+        return contents
 
     def write(self, path: str, content: bytes) -> None:
         self._client.write(f"{SIDECAR}/{path}", content)

@@ -48,16 +48,10 @@ _HEADER_BYTES = 16 << 10
 class ObjectStore(MaintainedStore):
     """Store in a bucket. Safe for concurrent use by threads, processes and machines.
 
-    Each entry is an object, ``objects/ab/<key>.safetensors`` under the address. A
-    ``DirectoryStore`` uses the same layout, so its folder can be copied to a bucket. Objects are
-    written and replaced atomically. A read fetches parts of one object version concurrently, and
-    verifies the complete entry.
-
-    Object stores record only writes, so an entry's last use is its last write, and ``touch`` does
-    not update it.
-
-    Credentials come from the environment (``AWS_ACCESS_KEY_ID`` etc., or the machine's role), never
-    from the address. Set ``AWS_ENDPOINT_URL`` to use an S3-compatible server.
+    The layout is that of a ``DirectoryStore``. Objects are written and replaced atomically. A read
+    fetches parts of one object version concurrently, and verifies the complete entry. Object stores
+    record only writes, so an entry's last use is its last write. Credentials come from the
+    environment, never from the address (``docs/guides/stores.md``).
 
     Args:
         url: ``s3://bucket/prefix``, ``gs://bucket/prefix`` or ``az://container/prefix``.
@@ -152,9 +146,8 @@ class ObjectStore(MaintainedStore):
     def discard(self, key: str, used_ns: int) -> bool | None:
         """Delete an entry unless it was replaced since ``used_ns``.
 
-        Times are compared to the second, the precision that all object stores support. If an entry
-        is replaced between the comparison and the deletion, the new entry is lost, and its block
-        must be encoded again.
+        Times are compared to the second, the precision that all object stores support. An entry
+        that is replaced between the comparison and the deletion is lost.
         """
         head = self._client.head(entry_path(key))
         if head is None:

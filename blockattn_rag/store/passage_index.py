@@ -2,9 +2,7 @@
 
 Each namespace has its own index, so that recognition reveals nothing about other tenants. The index
 consists of immutable files in ``store.sidecar``. Each ingestion adds one file, whose name is the
-digest of its content. Readers load all files, and ``merge_index`` merges them.
-
-An index entry for a deleted passage is harmless: the passage is encoded again.
+digest of its content. An index entry for a deleted passage is harmless: it is encoded again.
 """
 
 from __future__ import annotations

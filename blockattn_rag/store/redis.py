@@ -37,9 +37,8 @@ _MOST_RETRIES = 1
 class RedisStore(KVStore):
     """Cache in a Redis or Valkey server. Do not use it as the only home of an entry.
 
-    The server evicts entries that have not been used for ``ttl_s`` seconds, or earlier if it needs
-    memory: set ``maxmemory`` and ``maxmemory-policy allkeys-lfu``. Evicted entries are read from
-    the next tier (``TieredStore``) or encoded again.
+    Evicted entries are read from the next tier (``TieredStore``) or encoded again. Set
+    ``maxmemory`` and ``maxmemory-policy allkeys-lfu`` on the server.
 
     Args:
         url: ``redis://host:port/database``, or ``rediss://`` for TLS. User and password come from

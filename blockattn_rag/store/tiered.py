@@ -121,13 +121,9 @@ class TieredStore(KVStore):
     """Store with several tiers, from the fastest to the *home*, which has all entries.
 
     A read queries the tiers in order, with one call per tier for all entries that are still
-    missing, and copies hits to the faster tiers. Concurrent reads of the same entry are
-    deduplicated. A write goes to all tiers; slow tiers before the home are written in the
-    background.
-
-    A failing tier slows answers down, but never makes them fail: its entries are read from the next
-    tier or encoded again. After ``failures`` consecutive failures, a tier is skipped, which is
-    logged once, and retried every ``pause_s`` seconds.
+    missing, and copies hits to the faster tiers. A write goes to all tiers; slow tiers before the
+    home are written in the background. After ``failures`` consecutive failures, a tier is skipped,
+    which is logged once, and retried every ``pause_s`` seconds (``docs/guides/stores.md``).
 
     Args:
         tiers: Stores, or paths and addresses as in ``open_store``. ``"memory:4GiB"`` keeps copies

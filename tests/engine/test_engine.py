@@ -29,7 +29,7 @@ from blockattn_rag.store import MemoryStore
 from tests.engines import outcome, tuned_model, with_settings
 from tests.holding import FEW, LONGEST_S, Held
 from tests.model.miniatures import new_model
-from tests.models import tiny_model, tiny_tokenizer
+from tests.models import tiny_tokenizer
 
 A, B, Q = "Halden Tower is 214 metres tall.", "It was built in 1931.", "How tall?"
 NEW = 6
@@ -404,16 +404,6 @@ def test_stream_error_reaches_reader_and_frees_model(engine: BlockAttentionEngin
     with pytest.raises(MissError):
         list(with_settings(engine, on_miss="error").stream(["never seen", Q]))
     assert engine.generate([Q], max_new_tokens=1).token_ids
-
-
-def test_encoding_a_prompt_adds_bos_to_its_first_block() -> None:
-    model = BlockModel(tiny_model("llama"), tiny_tokenizer())
-    engine = BlockAttentionEngine(model, on_miss="error")
-    prompt = BlockPrompt((Block(A), Block(B)), Q)
-    assert engine.encode(prompt) == [Block(A).handle, Block(B).handle]
-    stats = engine.generate(prompt, max_new_tokens=1).stats
-    assert (stats.hits, stats.misses) == (2, 0)
-    assert engine.store.stats().entries == 2
 
 
 def test_engines_that_share_a_model_reproduce_seeded_answers(

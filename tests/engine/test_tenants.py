@@ -113,13 +113,6 @@ def test_a_shared_namespace_is_never_written(model: BlockModel, store: KVStore) 
         assert not of_tenant(model, store, name).contains(B)
 
 
-def test_own_entries_take_precedence_over_shared_ones(model: BlockModel, store: KVStore) -> None:
-    for name in ("public", "one"):
-        ingest(of_tenant(model, store, name), [A])
-    (_, kv) = fetch(of_tenant(model, store, "one", "public"), [B, A]).blocks
-    assert kv.namespace == "one"
-
-
 def test_a_damaged_shared_entry_is_recomputed_in_the_own_namespace(
     model: BlockModel, tmp_path: Path
 ) -> None:

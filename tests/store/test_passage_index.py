@@ -63,19 +63,6 @@ def test_split_waits_for_new_files(store: KVStore) -> None:
     assert found(index, *TEXTS) == TEXTS
 
 
-def test_unexpected_read_error_is_logged(
-    store: KVStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    index = PassageIndex(store, in_background=True)
-
-    def fails(_: str) -> list[str]:
-        raise MemoryError("no room")
-
-    monkeypatch.setattr(index.sidecar, "names", fails)
-    assert found(index, *TEXTS) == []
-    assert "Unexpected error while reading the passage index: no room" in caplog.text
-
-
 def test_background_read_delays_no_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store, may_read = DirectoryStore(tmp_path), threading.Event()
     index = PassageIndex(store, refresh_s=0, in_background=True)
@@ -132,19 +119,30 @@ def test_damaged_file_counts_as_empty(tmp_path: Path, caplog: pytest.LogCaptureF
     assert f"{damaged.name} is damaged" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (StoreError("cannot list"), "Cannot read the passage index: cannot list"),
+        (MemoryError("no room"), "Unexpected error while reading the passage index: no room"),
+    ],
+)
 def test_an_unreadable_index_is_logged_and_known_passages_are_kept(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
+    message: str,
 ) -> None:
     store = DirectoryStore(tmp_path)
     index = PassageIndex(store, refresh_s=0)
     add(index, TEXTS[0])
 
     def fail(*_: object) -> list[str]:
-        raise StoreError("cannot list")
+        raise error
 
     monkeypatch.setattr(type(store.sidecar), "names", fail)
     assert found(index, *TEXTS) == [TEXTS[0]]
-    assert "Cannot read the passage index: cannot list" in caplog.text
+    assert message in caplog.text
 
 
 def test_index_files_are_private_and_not_entries(tmp_path: Path) -> None:

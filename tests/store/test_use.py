@@ -5,10 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import stat
-import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -132,24 +130,6 @@ def test_late_touch_is_refused(store: DirectoryStore, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr("blockattn_rag.store.files.mark_used", delete_first)
     assert not store.touch(KEY)
-
-
-def test_touched_entry_survives_concurrent_discard(tmp_path: Path) -> None:
-    """An entry that was touched successfully still exists afterwards."""
-    store = DirectoryStore(tmp_path, fsync=False)
-    start = threading.Barrier(2)
-
-    def together(call: Callable[..., object], *args: object) -> object:
-        start.wait()
-        return call(KEY, *args)
-
-    with ThreadPoolExecutor(2) as pool:
-        for _ in range(150):
-            store.put(KEY, KV)
-            touched = pool.submit(together, store.touch)
-            pool.submit(together, store.discard, age(store, DAY_NS)).result()
-            assert KEY in store or not touched.result()
-    assert not list(store.leftovers())
 
 
 # File modes
