@@ -10,8 +10,7 @@ from functools import partial
 
 from tqdm.auto import tqdm
 
-from blockattn_rag.engine.fetcher import BlockFetcher
-from blockattn_rag.engine.lookup import PLAIN, BlockSpec, merge_specs
+from blockattn_rag.engine.fetcher import PLAIN, BlockFetcher, BlockSpec, merge_specs
 from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.prompts.blocks import Block, BlockPrompt

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from blockattn_rag.engine.fetcher import BlockFetcher
+from blockattn_rag.engine.fetcher import BlockFetcher, BlockSpec
 from blockattn_rag.engine.ingest import precompute
-from blockattn_rag.engine.lookup import BlockSpec
 from blockattn_rag.errors import StoreError
 from blockattn_rag.kv.block_kv import MOST_HANDLES, BlockKV
 from blockattn_rag.model import BlockModel
