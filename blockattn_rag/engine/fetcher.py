@@ -26,8 +26,7 @@ from blockattn_rag.model import BlockModel, EncodeRequest
 from blockattn_rag.model.correction import Correction
 from blockattn_rag.prompts.blocks import Block, Keep, keep_of
 from blockattn_rag.prompts.sinks import NO_SINK, sink_ids
-from blockattn_rag.store.base import KVStore, ReadResult, is_damage
-from blockattn_rag.store.find_blocks import find_blocks
+from blockattn_rag.store.base import KVStore, ReadResult, find_blocks, is_damage
 from blockattn_rag.store.memory import MemoryStore
 from blockattn_rag.store.namespaces import OPEN, Access
 from blockattn_rag.store.passage_index import PassageIndex

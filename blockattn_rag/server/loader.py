@@ -13,9 +13,8 @@ from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.server.keys import BlockId
 from blockattn_rag.server.profile import ModelProfile
 from blockattn_rag.server.shares import Share
-from blockattn_rag.store.base import KVStore, ReadResult, TierStats, is_damage
+from blockattn_rag.store.base import KVStore, ReadResult, TierStats, find_blocks, is_damage
 from blockattn_rag.store.concurrency import Readers, check_seconds, deadline, outcome, remaining
-from blockattn_rag.store.find_blocks import find_blocks
 from blockattn_rag.store.memory import MemoryStore
 from blockattn_rag.store.tiered import TieredStore
 

@@ -1,4 +1,4 @@
-"""Store interface, and the types that stores accept and return."""
+"""Store interface, the types that stores accept and return, and lookups of blocks in any store."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar, NamedTuple, TypeAlias
+from typing import ClassVar, NamedTuple, Protocol, TypeAlias
 
 from blockattn_rag.errors import CorruptEntryError, FingerprintMismatchError, StoreError
 from blockattn_rag.kv.block_kv import BlockKV, joined_handles, split_handles
+from blockattn_rag.store.checks import Outline, check_block
 from blockattn_rag.store.header import Header
 
 ReadResult: TypeAlias = BlockKV | StoreError | None
@@ -287,3 +288,48 @@ def age_s(used_ns: int, now_ns: int | None = None) -> float:
     a few seconds ahead is new, but one dated a year ahead must not be kept forever.
     """
     return abs((time.time_ns() if now_ns is None else now_ns) - used_ns) / 1e9
+
+
+class BlockQuery(Protocol):
+    """Block to look up: its token ids, and one key per namespace to search."""
+
+    @property
+    def keys(self) -> Sequence[str]: ...
+
+    @property
+    def ids(self) -> Sequence[int]: ...
+
+
+def find_blocks(
+    queries: Sequence[BlockQuery],
+    get_many: Callable[[Sequence[str]], Sequence[ReadResult]],
+    outline: Outline,
+) -> tuple[list[BlockKV | None], dict[str, StoreError]]:
+    """Look up blocks with one batch read of all first keys, then one of the second keys of the
+    blocks that are still missing, and so on.
+
+    Returns:
+        The blocks, and errors by key: damaged entries, entries of another block, and failed reads.
+    """
+    blocks: list[BlockKV | None] = [None] * len(queries)
+    errors: dict[str, StoreError] = {}
+    for turn in range(max((len(query.keys) for query in queries), default=0)):
+        missing = {
+            place: query.keys[turn]
+            for place, query in enumerate(queries)
+            if blocks[place] is None and turn < len(query.keys)
+        }
+        if not (keys := [*dict.fromkeys(missing.values())]):
+            break
+        entries = dict(zip(keys, get_many(keys), strict=True))
+        for place, key in missing.items():
+            entry = entries[key]
+            if isinstance(entry, BlockKV):
+                try:
+                    check_block(entry, key, queries[place].ids, outline)
+                    blocks[place] = entry
+                except FingerprintMismatchError as error:
+                    errors[key] = error
+            elif entry is not None:
+                errors[key] = entry
+    return blocks, errors

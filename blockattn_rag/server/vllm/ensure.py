@@ -23,9 +23,8 @@ from blockattn_rag.server.vllm.kept_blocks import KeptBlocks
 from blockattn_rag.server.vllm.requests import Encodable
 from blockattn_rag.server.vllm.saver import QUEUE_BYTES
 from blockattn_rag.server.vllm.scheduler import UNSAVED, new_encode_name
-from blockattn_rag.store.base import KVStore, is_damage
+from blockattn_rag.store.base import KVStore, find_blocks, is_damage
 from blockattn_rag.store.concurrency import CircuitBreaker
-from blockattn_rag.store.find_blocks import find_blocks
 
 logger = logging.getLogger("blockattn_rag")
 
