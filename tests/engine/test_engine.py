@@ -74,16 +74,6 @@ def test_statistics_count_reused_and_computed_blocks_and_tokens(model: BlockMode
     assert full.computed_tokens == context + len(Q)
 
 
-def test_encoded_passages_are_hits(engine: BlockAttentionEngine) -> None:
-    handles = engine.encode([A, B, A])
-    assert handles == [Block(A).handle, Block(B).handle, Block(A).handle]
-    assert engine.contains(Block(A))
-    assert not engine.contains(Block(A), first=True)  # would need BOS
-    stats = engine.generate(["first", B, A, Q], max_new_tokens=1).stats
-    assert (stats.hits, stats.misses) == (2, 1)
-    assert engine.precompute([Block(A), Block(B)]).computed == 0
-
-
 def test_encode_refuses_single_strings_and_empty_texts(engine: BlockAttentionEngine) -> None:
     with pytest.raises(TypeError, match=r"pass \[text\]"):
         engine.encode("one text")

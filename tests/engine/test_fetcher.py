@@ -188,11 +188,3 @@ def test_private_blocks_are_not_stored_after_a_failed_read(
     assert "recomputed and the store is tried again next time" in caplog.text
     assert on_disk.contains(A)
     assert not on_disk.contains(of(origin), first=True)
-
-
-def test_ingestion_recomputes_damaged_entries(on_disk: BlockFetcher, tmp_path: Path) -> None:
-    ingest(on_disk, [A, B])
-    first, _ = sorted((tmp_path / "kv").rglob("*.safetensors"))
-    first.write_bytes(first.read_bytes()[:100])
-    assert ingest(on_disk, [A, B]).computed == 1
-    assert ingest(on_disk, [A, B]).computed == 0
