@@ -131,11 +131,14 @@ def test_saving_cleans_up_after_a_killed_writer(tmp_path: Path) -> None:
     assert names(folder) == FILES
 
 
-def test_a_huge_json_file_is_refused_without_reading_it(tmp_path: Path) -> None:
+def test_huge_and_deeply_nested_json_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "recipe"
     PLAIN.save(folder)
     os.truncate(folder / "recipe.json", 1 << 40)  # a sparse file of 1 TiB
     with pytest.raises(ValueError, match=r"recipe.json is damaged: found more than 16 MiB"):
+        Recipe.load(folder)
+    (folder / "recipe.json").write_text('{"a": ' * 100_000)
+    with pytest.raises(ValueError, match=r"recipe.json is damaged: found no valid JSON"):
         Recipe.load(folder)
 
 
