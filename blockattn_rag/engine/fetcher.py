@@ -213,7 +213,7 @@ class BlockFetcher:
                 f"on_miss='error'; the first is {passages[0].block.text[:60]!r}. Encode them "
                 "first (engine.encode), or use on_miss='compute'."
             )
-        for spec, kv in chain.from_iterable(self.encode(missing)):
+        for spec, kv in chain.from_iterable(self.encode(missing) if missing else ()):
             self._keep(kv, spec.keep)
             blocks[spec.name] = kv
         # A text without tokens has no KV, so it is neither a hit nor a miss.
