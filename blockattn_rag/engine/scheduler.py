@@ -2,8 +2,7 @@
 
 All engines that share a model use one queue for answers, streams, batches, async calls and
 encoding. Waiting requests with equal options are answered in one batch. A request only waits for
-others if it is part of a group. If the model is idle, the main thread does the work itself
-(``Scheduler.submit_and_wait``).
+others if it is part of a group.
 """
 
 from __future__ import annotations

@@ -123,21 +123,15 @@ def share_of(rank: int, ranks: int, count: int) -> range:
 
 
 class Header(NamedTuple):
-    """Header of an entry.
-
-    Args:
-        dtype: Dtype of keys and values; in an int8 entry, the dtype before quantization.
-        places: Dtype, shape and byte range of each tensor, relative to the start of the entry.
-        checksums: Checksum of each tensor.
-    """
+    """Header of an entry."""
 
     fingerprint: str
     digest: str
     handle: str
     namespace: str
-    dtype: torch.dtype
+    dtype: torch.dtype  # Of keys and values; in an int8 entry, before quantization.
     layout: Layout
-    places: Mapping[str, TensorSpec]
+    places: Mapping[str, TensorSpec]  # By tensor name, like the checksums.
     checksums: Mapping[str, str]
 
     @property

@@ -1,8 +1,5 @@
-"""Namespaces, which isolate the tenants of a store.
-
-The namespace is part of every key (``kv.store_key``), so response times do not reveal which blocks
-are stored for other tenants.
-"""
+"""Namespaces, which isolate the tenants of a store: a namespace is part of every key, so response
+times do not reveal which blocks are stored for other tenants."""
 
 from __future__ import annotations
 
