@@ -102,19 +102,6 @@ def test_a_failing_grammar_does_not_affect_the_rest_of_the_batch(
     assert found == expected
 
 
-def test_a_grammar_that_is_too_large_is_refused_before_generation(
-    engine: BlockAttentionEngine,
-) -> None:
-    entries = engine.store.stats().entries
-    for asked in (
-        {"choice": [f"Street {i} of Halden" for i in range(200_000)]},
-        {"regex": "a" * 2_000_001},
-    ):
-        with pytest.raises(GrammarError, match="expected at most 2,000,000"):
-            engine.submit(["A passage that is new.", "Why?"], structured_outputs=asked)
-    assert engine.store.stats().entries == entries
-
-
 def test_compiling_does_not_block_the_model(
     engine: BlockAttentionEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
