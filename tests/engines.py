@@ -6,6 +6,7 @@ import copy
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch
 
 from blockattn_rag import BlockAttentionEngine
@@ -19,6 +20,27 @@ Outcome = tuple[str, list[int], str]
 
 def outcome(answer: Generation) -> Outcome:
     return answer.text, answer.token_ids, answer.finish_reason
+
+
+def answers(
+    engine: BlockAttentionEngine, how: str, prompts: Sequence[list[str]], **options: Any
+) -> list[Generation]:
+    """Answer prompts in one of the ways in ``HOW``."""
+    if how == "batch":
+        return engine.generate_batch(prompts, **options)
+    if how == "alone":
+        return [engine.generate(prompt, **options) for prompt in prompts]
+    found = []
+    for prompt in prompts:
+        *chunks, last = engine.stream(prompt, **options)
+        assert last.generation is not None
+        assert "".join(chunk.text for chunk in chunks) == last.generation.text
+        found.append(last.generation)
+    return found
+
+
+HOW = pytest.mark.parametrize("how", ["alone", "batch", "stream"])
+MODE = pytest.mark.parametrize("mode", ["block", "full"])
 
 
 def tuned_model(tokenizer: Any = None, *, letters: str = "", **config: Any) -> BlockModel:

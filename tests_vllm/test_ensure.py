@@ -32,7 +32,7 @@ from blockattn_rag.server.vllm.ensure import BlockEnsurer, KeptBlocks
 from blockattn_rag.server.vllm.scheduler import UNSAVED
 from blockattn_rag.server.vllm.service import Service
 from blockattn_rag.store import DirectoryStore
-from blockattn_rag.store.tier import CircuitBreaker
+from blockattn_rag.store.concurrency import CircuitBreaker
 from tests_vllm.reference import MODEL, Reference
 
 

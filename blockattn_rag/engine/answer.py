@@ -10,37 +10,23 @@ from typing import NamedTuple
 from blockattn_rag.engine.detokenizer import Detokenizer
 from blockattn_rag.engine.options import GenerateOptions
 from blockattn_rag.engine.pending import PendingRequest
-from blockattn_rag.engine.results import (
-    Clock,
-    FinishReason,
-    Generation,
-    ReuseStats,
-)
+from blockattn_rag.engine.results import Clock, FinishReason, Generation, ReuseStats
 from blockattn_rag.kv.context import Context
 from blockattn_rag.model import BlockModel
 from blockattn_rag.model.decoding import end_token_ids, stop_strings
-from blockattn_rag.prompts.blocks import BlockPrompt
 
 
 class Prepared(NamedTuple):
-    """A prompt that is ready for the model.
-
-    Args:
-        context: Context blocks at their positions. Empty in full mode.
-        limit: Maximum number of tokens to generate.
-        is_hit: Whether each context block was a cache hit.
-        may_change: Whether each context block's tokens may be recomputed for the question.
-        recomputed_tokens: Number of tokens to recompute.
-    """
+    """A prompt that is ready for the model."""
 
     context_ids: list[int]
     final_ids: list[int]
-    context: Context
-    limit: int
+    context: Context  # Empty in full mode.
+    limit: int  # Maximum number of tokens to generate.
     stats: ReuseStats
-    is_hit: Sequence[bool] = ()
-    may_change: Sequence[bool] = ()
-    recomputed_tokens: int = 0
+    is_hit: Sequence[bool] = ()  # Per context block.
+    may_change: Sequence[bool] = ()  # Whether each block's tokens may be recomputed.
+    recomputed_tokens: int = 0  # Number of tokens to recompute.
 
     def recomputed(self, context: Context, chosen: Sequence[int], seconds: float) -> Prepared:
         """Copy the prompt with a context in which ``chosen`` tokens were recomputed. Chosen tokens
@@ -64,13 +50,10 @@ class Prepared(NamedTuple):
 
 
 class Answer:
-    def __init__(
-        self, pending: PendingRequest, prompt: BlockPrompt, prepared: Prepared, model: BlockModel
-    ) -> None:
+    def __init__(self, pending: PendingRequest, prepared: Prepared, model: BlockModel) -> None:
         self.pending = pending
         self._prepared = prepared
         self.options: GenerateOptions = pending.options
-        self._prompt = prompt
         self._model = model
         self.restart()
 
@@ -79,8 +62,7 @@ class Answer:
         hf_model, sampling = self._model.hf_model, self.options.sampling
         tokenizer = self._model.tokenizer.tokenizer
         self.clock = Clock(self.pending.started)
-        stop = stop_strings(hf_model, sampling)
-        self._detokenizer = Detokenizer(tokenizer, stop)
+        self._detokenizer = Detokenizer(tokenizer, stop_strings(hf_model, sampling))
         self._end_ids = end_token_ids(hf_model, tokenizer, sampling.extra)
         self._guard = self._model.loop_guard(sampling)
         self._ids: list[int] = []
@@ -89,7 +71,7 @@ class Answer:
 
     @property
     def stopped(self) -> bool:
-        """Whether to stop generating because the answer reached a stop string or repeats itself."""
+        """Whether the answer has reached a stop string or repeats itself."""
         repeats = self._guard is not None and self._guard.must_end
         return self._detokenizer.stopped or repeats
 
@@ -104,7 +86,6 @@ class Answer:
         return not (self.has_ended or has_shown)
 
     def push(self, token: int) -> None:
-        """Add the next token, and pass any text that it completes to the caller."""
         self.clock.note_token()
         self._ids.append(token)
         self._detokenizer.push(token)
@@ -113,11 +94,7 @@ class Answer:
         self._show()
 
     def push_batched(self, token: int) -> bool:
-        """Like ``push``, for a batch row. Ignores padding after the end of the answer.
-
-        Returns:
-            Whether the answer has ended.
-        """
+        """Like ``push``, for a batch row, which may be padded. Returns whether it has ended."""
         if self.pending.left or self.has_ended:
             return True
         self.push(token)
@@ -126,7 +103,6 @@ class Answer:
         return self.has_ended
 
     def complete(self, ids: Sequence[int]) -> None:
-        """Push the tokens that are new, and set the request's result to the complete answer."""
         if self.has_ended:
             return
         for token in ids[len(self._ids) :]:

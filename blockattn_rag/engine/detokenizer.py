@@ -12,19 +12,12 @@ class Detokenizer:
     A token may be part of a character, so text is decoded from a short window of recent tokens, as
     in ``tokenizers.decoders.DecodeStream``. Unlike ``DecodeStream``, this class emits an incomplete
     character at the end of the answer, and supports tokenizers written in Python.
-
-    Args:
-        stop: Strings that end the answer. They are removed from the text.
-
-    Attributes:
-        ids: Tokens pushed so far, up to the token that completed a stop string.
-        stopped: Whether a stop string ended the text.
     """
 
     def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
         self._tokenizer = tokenizer
         self._stop = tuple(stop)
-        self.ids: list[int] = []
+        self.ids: list[int] = []  # Up to the token that completed a stop string.
         # The decoding window starts at token `_start`. Tokens before `_read` have been decoded.
         self._start = 0
         self._read = 0
@@ -33,7 +26,7 @@ class Detokenizer:
         self.stopped = False
 
     def push(self, token: int) -> str:
-        """Add one token, and return the text that it completes, which may be empty."""
+        """Add one token. Returns the text that it completes, which may be empty."""
         if self.stopped:
             return ""
         self.ids.append(token)

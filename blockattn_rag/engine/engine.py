@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from blockattn_rag.engine.fetcher import BlockFetcher, OnMiss
-from blockattn_rag.engine.find_recipe import AUTO, CallRecipes, RecipeLike
+from blockattn_rag.engine.find_recipe import AUTO, RecipeLike, resolve_recipe
 from blockattn_rag.engine.ingest import EncodeStats, blocks_to_encode, precompute
 from blockattn_rag.engine.options import GenerateOptions
 from blockattn_rag.engine.outline import STOCK
@@ -96,7 +97,12 @@ class BlockAttentionEngine:
         access = Access(namespace, read_namespaces, read_only)
         self._model = model
         self.store = open_store(store)
-        self._recipes = CallRecipes(model, self.store, folder, positions, recipe, stock)
+        database = None if folder is None else Path(folder).expanduser()
+        self._resolve = partial(
+            resolve_recipe, model=model, store=self.store, folder=database, stock=stock
+        )
+        self._positions = positions
+        self._recipe = self._resolved(recipe)
         self._fetcher = BlockFetcher(model, self.store, resident_bytes, access, kv_dtype, on_miss)
         self._scheduler = scheduler_of(model.lock)
         self._runner = Runner(model, self._fetcher, assembly, resident_bytes // SHARE)
@@ -162,7 +168,7 @@ class BlockAttentionEngine:
 
     @property
     def recipe(self) -> Recipe:
-        return self._recipes.default
+        return self._recipe
 
     @property
     def passages(self) -> PassageIndex:
@@ -216,7 +222,7 @@ class BlockAttentionEngine:
             show_progress=show_progress,
             on_progress=on_progress,
             batch_tokens=batch_tokens,
-            recipe=self._recipes.of_call(recipe),
+            recipe=self._recipe_of(recipe),
         )
 
     def contains(self, block: Block, *, first: bool = False) -> bool:
@@ -327,17 +333,12 @@ class BlockAttentionEngine:
         """
         check_batch_size(batch_size)
         # Resolve the recipe once for all prompts.
-        options["recipe"] = self._recipes.of_call(options.get("recipe"))
+        options["recipe"] = self._recipe_of(options.get("recipe"))
         waiting = [self._pending(prompt, options, max_batch=batch_size) for prompt in prompts]
         return self._scheduler.submit_and_wait(*waiting)
 
     def answer_logits(
-        self,
-        prompt: Prompt,
-        answer_ids: Sequence[int],
-        *,
-        mode: Mode = "block",
-        **options: Any,
+        self, prompt: Prompt, answer_ids: Sequence[int], *, mode: Mode = "block", **options: Any
     ) -> torch.Tensor:
         """Compute the model's logits for each token of an existing answer (teacher forcing).
 
@@ -377,4 +378,14 @@ class BlockAttentionEngine:
         )
 
     def _options(self, given: Mapping[str, Any]) -> GenerateOptions:
-        return GenerateOptions.parse(given, self._recipes.of_call(given.get("recipe")))
+        return GenerateOptions.parse(given, self._recipe_of(given.get("recipe")))
+
+    def _recipe_of(self, given: RecipeLike | None) -> Recipe:
+        """Recipe of a call. ``None`` and ``"auto"`` select the engine's recipe."""
+        if given is None or given is self._recipe or given == AUTO:
+            return self._recipe
+        return self._resolved(given)
+
+    def _resolved(self, given: RecipeLike) -> Recipe:
+        recipe = self._resolve(given)
+        return replace(recipe, positions=self._positions) if self._positions else recipe

@@ -1,23 +1,33 @@
-"""Fetches keys and values: from the store on a hit, from the model on a miss."""
+"""Identifies and fetches blocks: from the store on a hit, from the model on a miss."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+import math
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
-from itertools import compress
-from typing import Literal, NamedTuple
+from functools import cache, lru_cache
+from itertools import chain, compress
+from typing import Literal, NamedTuple, get_args
 
-from blockattn_rag.engine.block_cache import BlockCache
-from blockattn_rag.engine.lookup import PLAIN, BlockLookup, BlockSpec, Name, merge_specs
 from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.errors import MissError, StoreError, StoreUnavailableError
-from blockattn_rag.kv.block_kv import BlockKV, joined_handles, store_key
+from blockattn_rag.kv.block_kv import (
+    BlockKV,
+    corrected_digest,
+    joined_handles,
+    store_key,
+    token_digest,
+)
 from blockattn_rag.kv.quantization import KVDtype, check_kv_dtype
 from blockattn_rag.model import BlockModel, EncodeRequest
-from blockattn_rag.prompts.blocks import Block, Keep
-from blockattn_rag.store.base import KVStore, is_damage
-from blockattn_rag.store.find_blocks import find_blocks
+from blockattn_rag.model.correction import Correction
+from blockattn_rag.prompts.blocks import Block, Keep, keep_of
+from blockattn_rag.prompts.sinks import NO_SINK, sink_ids
+from blockattn_rag.store.base import KVStore, ReadResult, find_blocks, is_damage
+from blockattn_rag.store.memory import MemoryStore
 from blockattn_rag.store.namespaces import OPEN, Access
 from blockattn_rag.store.passage_index import PassageIndex
 
@@ -26,19 +36,101 @@ logger = logging.getLogger("blockattn_rag")
 OnMiss = Literal["compute", "error"]
 """``compute``: encode and store blocks that are not stored yet. ``error``: raise ``MissError``."""
 
+PLAIN = Recipe()
+
+Name = tuple[str, str]
+"""Namespace and digest of a block, which identify it among a model's blocks."""
+
+_MOST_REMEMBERED = 4096  # Of lookups. That of a passage of 256 tokens takes about 10 KiB.
 _MOST_TO_STORE = 4096
+_REPORT_EVERY_S = 60.0
+_MOST_TIMES = 1 << 16
+
+
+class BlockSpec(NamedTuple):
+    """Identity of a block in the store, and the tokens that it is computed from."""
+
+    keys: tuple[str, ...]  # Store key in each namespace.
+    namespaces: tuple[str, ...]  # The block is stored in the first one.
+    ids: list[int]  # A block without tokens has no keys and values.
+    digest: str  # Of the tokens, sink and adapter.
+    encoded_digest: str  # Before the adapter is applied.
+    block: Block
+    sink_ids: Sequence[int]  # Prefix tokens that the block is encoded with.
+    adapter: Correction | None
+    keep: Keep
+    handles: tuple[str, ...]  # Of all requested texts with these tokens.
+
+    @property
+    def key(self) -> str:
+        return self.keys[0]
+
+    @property
+    def name(self) -> Name:
+        return self.namespaces[0], self.digest
+
+
+def merge_specs(specs: Iterable[BlockSpec]) -> dict[Name, BlockSpec]:
+    """Merge blocks with the same name, and join their handles. Drops blocks without tokens."""
+    merged: dict[Name, BlockSpec] = {}
+    for spec in specs:
+        if spec.ids:
+            before = merged[spec.name].handles if spec.name in merged else ()
+            handles = tuple(dict.fromkeys([*before, *spec.handles]))
+            merged[spec.name] = spec._replace(handles=handles)
+    return merged
+
+
+class BlockLookup:
+    """Computes the token ids and store keys of blocks. Thread-safe. Results are cached, because
+    tokenizing 500 tokens takes about half a millisecond."""
+
+    def __init__(self, model: BlockModel, access: Access) -> None:
+        self._model = model
+        self._namespaces = {
+            is_private: access.namespaces(private=is_private) for is_private in (False, True)
+        }
+        self._sink_ids = cache(lambda sink: tuple(sink_ids(sink, model.tokenizer)))
+        self._spec = lru_cache(_MOST_REMEMBERED)(self._make_spec)
+
+    def specs(
+        self, blocks: Sequence[Block], *, as_prompt: bool, recipe: Recipe = PLAIN
+    ) -> list[BlockSpec]:
+        """Look up blocks. The first block of a prompt has the BOS token, and is encoded without
+        sink and adapter."""
+        starts = [self._spec(block, True, NO_SINK, None) for block in blocks[:as_prompt]]
+        others = blocks[as_prompt:]
+        return starts + [self._spec(block, False, recipe.sink, recipe.adapter) for block in others]
+
+    def _make_spec(
+        self, block: Block, first: bool, sink: str, adapter: Correction | None
+    ) -> BlockSpec:
+        fingerprint = self._model.fingerprint
+        keep = keep_of(block.origin)
+        namespaces = self._namespaces[keep.is_private]
+        ids = self._model.tokenizer.block_ids(block, first=first)
+        before = self._sink_ids(sink)
+        encoded = token_digest(ids, before)
+        digest = corrected_digest(encoded, adapter.digest) if adapter else encoded
+        return BlockSpec(
+            keys=tuple(store_key(fingerprint, digest, name) for name in namespaces),
+            namespaces=namespaces,
+            ids=ids,
+            digest=digest,
+            encoded_digest=encoded,
+            block=block,
+            sink_ids=before,
+            adapter=adapter,
+            keep=keep,
+            handles=(block.handle,),
+        )
 
 
 class Fetched(NamedTuple):
-    """Keys and values of a prompt's context blocks, in order.
-
-    Args:
-        blocks: Keys and values of the blocks that have tokens.
-        is_hit: Whether each block was a cache hit. Repetitions of a computed block count as hits.
-    """
+    """Keys and values of the context blocks that have tokens, in order."""
 
     blocks: list[BlockKV]
-    is_hit: list[bool]
+    is_hit: list[bool]  # Repetitions of a computed block count as hits.
 
     @property
     def hits(self) -> int:
@@ -56,12 +148,8 @@ class Fetched(NamedTuple):
 class BlockFetcher:
     """Gets blocks from a store, and computes and stores missing blocks.
 
-    Checks that each stored block is this model's KV for the requested tokens.
-
-    Args:
-        resident_bytes: Maximum bytes of blocks to cache, unless the store itself is in memory.
-        kv_dtype: Type of new keys and values. Stored blocks of any type can be read.
-        on_miss: Whether to compute missing passages or raise ``MissError``.
+    Checks that each stored block is this model's KV for the requested tokens. The arguments are
+    those of ``BlockAttentionEngine``.
     """
 
     def __init__(
@@ -85,17 +173,14 @@ class BlockFetcher:
                 "kv_dtype='model'."
             )
         self._model = model
-        self._on_miss = check_on_miss(on_miss)
-        self._lookup = BlockLookup(model, access)
+        if on_miss not in get_args(OnMiss):
+            raise ValueError(f"Unknown on_miss {on_miss!r}: expected 'compute' or 'error'.")
+        self._on_miss = on_miss
+        self.specs = BlockLookup(model, access).specs
         self._cache = BlockCache(store, resident_bytes, read_only=access.read_only)
         self._outline = model.profile.token_outline
         # Keys of blocks to store on their next use: system messages used once, and damaged entries.
         self._to_store: set[str] = set()
-
-    def specs(
-        self, blocks: Sequence[Block], *, as_prompt: bool, recipe: Recipe = PLAIN
-    ) -> list[BlockSpec]:
-        return self._lookup.specs(blocks, as_prompt=as_prompt, recipe=recipe)
 
     def contains(self, block: Block, *, first: bool = False, recipe: Recipe = PLAIN) -> bool:
         """Whether the store has an entry for a block. Its contents are not checked."""
@@ -103,11 +188,8 @@ class BlockFetcher:
         return any(key in self.store for key in spec.keys)
 
     def claim(self, spec: BlockSpec) -> bool:
-        """Mark a block's entry as just used, and record the block's handles in it.
-
-        Returns:
-            Whether the store has an entry that appears intact.
-        """
+        """Mark a block's entry as just used, and record the block's handles in it. Returns whether
+        the store has an entry that appears intact."""
         own, *others = spec.keys
         if self.access.read_only:
             others = [own, *others]
@@ -118,8 +200,8 @@ class BlockFetcher:
     def fetch(self, context: Sequence[BlockSpec]) -> Fetched:
         """Get the KV of a prompt's context blocks, and compute missing blocks in batches.
 
-        New passages are stored. System messages are stored on their second use. All other text is
-        private to its prompt, and only kept in this process's memory.
+        New passages are stored, and system messages on their second use. All other text is private
+        to its prompt, and only kept in memory.
         """
         specs = merge_specs(context)
         blocks = self._look_up([*specs.values()])
@@ -131,11 +213,9 @@ class BlockFetcher:
                 f"on_miss='error'; the first is {passages[0].block.text[:60]!r}. Encode them "
                 "first (engine.encode), or use on_miss='compute'."
             )
-        if missing:
-            for batch in self.encode(missing):
-                for spec, kv in batch:
-                    self._keep(kv, spec.keep)
-                    blocks[spec.name] = kv
+        for spec, kv in chain.from_iterable(self.encode(missing) if missing else ()):
+            self._keep(kv, spec.keep)
+            blocks[spec.name] = kv
         # A text without tokens has no KV, so it is neither a hit nor a miss.
         used = [spec for spec in context if spec.ids]
         computed = {spec.name for spec in missing}
@@ -148,11 +228,8 @@ class BlockFetcher:
     def encode(
         self, specs: Sequence[BlockSpec], batch_tokens: int | None = None
     ) -> Iterator[list[tuple[BlockSpec, BlockKV]]]:
-        """Compute blocks in batches, like ``BlockModel.encode``.
-
-        If the store contains a block without the adapter, the adapter is applied to it. Blocks
-        without tokens are skipped.
-        """
+        """Compute blocks that have tokens, in batches. If the store contains a block without the
+        adapter, the adapter is applied to it."""
         requests: dict[str, EncodeRequest] = {}
         # Blocks in different namespaces may have the same tokens.
         waiting: dict[str, list[BlockSpec]] = {}
@@ -204,7 +281,6 @@ class BlockFetcher:
         return blocks
 
     def _note_error(self, spec: BlockSpec, error: StoreError) -> None:
-        """Log an unusable entry. If it is damaged, mark it to be overwritten."""
         if not is_damage(error):  # An unavailable store may not have an entry to overwrite.
             done = "the store is tried again next time"
         else:
@@ -213,7 +289,6 @@ class BlockFetcher:
         logger.warning("%s. The block is recomputed and %s.", error, done)
 
     def _keep(self, kv: BlockKV, allowed: Keep) -> None:
-        """Keep a new block in the store if allowed, otherwise in memory."""
         key = kv.key
         if allowed.is_stored or key in self._to_store:
             self._store(kv)
@@ -237,8 +312,72 @@ class BlockFetcher:
             logger.warning("%s. The answer is not affected; the block is recomputed.", error)
 
 
-def check_on_miss(on_miss: OnMiss) -> OnMiss:
-    """Validate ``on_miss``, and return it unchanged."""
-    if on_miss not in ("compute", "error"):
-        raise ValueError(f"Unknown on_miss {on_miss!r}: expected 'compute' or 'error'.")
-    return on_miss
+class BlockCache:
+    """Reads and writes a store's blocks, and keeps the most recently used blocks in memory.
+
+    A cached block is not read again, so its file is only verified once. ``keep`` replaces a cached
+    block with a copy on the model's device. Blocks of a ``MemoryStore`` are not cached, because
+    they are already in memory, unless ``read_only`` requires leaving this store unchanged.
+    """
+
+    def __init__(self, store: KVStore, max_bytes: int, *, read_only: bool = False) -> None:
+        if max_bytes < 0:
+            raise ValueError(f"Invalid resident_bytes {max_bytes}: expected 0 or more")
+        self._store = store
+        is_in_memory = isinstance(store, MemoryStore) and not read_only
+        self._cached = None if is_in_memory else MemoryStore(max(1, max_bytes))
+        self._reported_s: dict[str, float] = {}  # Time of each block's last reported use.
+        self._failed_s = -math.inf  # Time of the last failed report.
+
+    def get_many(self, keys: Sequence[str]) -> list[ReadResult]:
+        if self._cached is None:
+            return self._store.get_many(keys)
+        entries: dict[str, ReadResult] = {key: self._cached.get(key) for key in keys}
+        for key, kv in entries.items():
+            if kv is not None:
+                self._report_use(key)
+        if absent := [key for key, kv in entries.items() if kv is None]:
+            entries.update(zip(absent, self._store.get_many(absent), strict=True))
+            for key in absent:
+                if isinstance(kv := entries[key], BlockKV):
+                    with suppress(ValueError):  # The caller rejects invalid blocks.
+                        self.keep(key, kv)
+                        self._note_use(key)
+        return [entries[key] for key in keys]
+
+    def put(self, key: str, kv: BlockKV) -> None:
+        """Cache and store a block. It stays cached even if the store rejects it."""
+        if self._cached is not None:
+            self.keep(key, kv)
+            self._note_use(key)
+        self._store.put(key, kv)
+
+    def keep(self, key: str, kv: BlockKV) -> None:
+        """Cache a block without storing it. A block in a ``MemoryStore`` is not replaced."""
+        if self._cached is None:
+            if key not in self._store:
+                self._store.put(key, kv)
+        elif kv.nbytes <= self._cached.max_bytes:
+            self._cached.put(key, kv)
+
+    def _note_use(self, key: str) -> None:
+        if len(self._reported_s) >= _MOST_TIMES:
+            self._reported_s.clear()
+        self._reported_s[key] = time.monotonic()
+
+    def _report_use(self, key: str) -> None:
+        """Report a block's use at most once a minute, because stores with LRU eviction would evict
+        blocks that are only read from this cache. After a failure, nothing is reported for a
+        minute, so that answers do not wait for a store that hangs."""
+        now_s = time.monotonic()
+        last_s = max(self._reported_s.get(key, -math.inf), self._failed_s)
+        if now_s - last_s < _REPORT_EVERY_S:
+            return
+        self._note_use(key)
+        try:
+            self._store.mark_used(key)
+        except StoreUnavailableError:  # The store has already logged and counted the failure.
+            self._failed_s = now_s
+        except StoreError as error:
+            self._failed_s = now_s
+            logger.warning("%s. The answer is not affected.", error)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-import os
+import stat
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -16,7 +16,6 @@ from blockattn_rag.engine.outline import FAST, FREE_SINK, STOCK, STOCK_SOURCE, T
 from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.engine.recipe_files import RECIPE_FILE, read_fields
 from blockattn_rag.errors import UnsupportedModelError
-from blockattn_rag.kv.context import Positions
 from blockattn_rag.model import BlockModel
 from blockattn_rag.model.checkpoint import CheckpointModel
 from blockattn_rag.model.gguf import is_gguf
@@ -47,25 +46,13 @@ def resolve_recipe(
     *,
     stock: str = STOCK,
 ) -> Recipe:
-    """Determine the recipe that an engine uses.
+    """Determine the recipe that an engine uses (``docs/guides/stock_models.md``).
 
     Args:
         given: A recipe, a recipe's folder, settings such as ``"head+recompute:0.1"``
             (``engine.outline``), or ``"auto"``. None means ``"auto"``.
         folder: Folder of the database that the store belongs to.
         stock: Settings of ``"auto"`` for a stock model without a recipe.
-
-    ``"auto"`` uses the first of these that exists:
-
-    1. The settings that a block-fine-tuned model was trained with.
-    2. The folder ``recipe`` in ``folder``.
-    3. The folder ``recipe`` in the store's folder, next to the store's folder, or in the folder
-       that the model was loaded from. A warning names the folder.
-    4. A recipe shipped with the package for the model's fingerprint.
-    5. ``stock``, or ``"fast"`` if the model cannot recompute tokens. A warning states its cost.
-
-    In steps 2 and 3, recipes for other models are skipped with a warning. In step 3, damaged and
-    unusable recipes are also skipped.
 
     Raises:
         ValueError: the recipe is missing or damaged, or does not belong to the model.
@@ -76,10 +63,8 @@ def resolve_recipe(
         return _automatic(model, store, folder, stock)
     if isinstance(given, Recipe):
         recipe = given
-    elif isinstance(given, str) and (named := Recipe.of_text(given)) is not None:
-        recipe = named
     elif isinstance(given, str | Path):
-        recipe = Recipe.load(given)
+        recipe = _settings(given) or Recipe.load(given)
     else:
         raise TypeError(
             f"Invalid recipe {given!r:.80}: expected a Recipe, a recipe's folder, 'auto', or "
@@ -91,44 +76,12 @@ def resolve_recipe(
     return recipe
 
 
-class CallRecipes:
-    """Recipes of an engine and its calls.
-
-    Raises the same errors as ``resolve_recipe``.
-    """
-
-    def __init__(
-        self,
-        model: BlockModel,
-        store: KVStore,
-        folder: str | Path | None,
-        positions: Positions | None,
-        default: RecipeLike,
-        stock: str = STOCK,
-    ) -> None:
-        self._model = model
-        self._store = store
-        self._stock = stock
-        self._folder = None if folder is None else Path(folder).expanduser()
-        self._positions = positions
-        self.default = self._resolved(default)
-
-    def of_call(self, given: RecipeLike | None) -> Recipe:
-        """Recipe for a call. ``None`` and ``"auto"`` select the engine's recipe."""
-        if given is None or given is self.default or given == AUTO:
-            return self.default
-        return self._resolved(given)
-
-    def _resolved(self, given: RecipeLike) -> Recipe:
-        found = resolve_recipe(given, self._model, self._store, self._folder, stock=self._stock)
-        return found.with_positions(self._positions)
+def _settings(given: str | Path) -> Recipe | None:
+    return Recipe.of_text(given) if isinstance(given, str) else None
 
 
 def check_fits(recipe: Recipe, model: AnyModel) -> None:
-    """Check that a recipe belongs to a model.
-
-    Raises the same errors as ``resolve_recipe``.
-    """
+    """Check that a model can run a recipe. Raises the same errors as ``resolve_recipe``."""
     if why := foreign(recipe, model):
         raise ValueError(
             f"{why} Use recipe='auto', or create one for this model and dtype: {_repair(model)}."
@@ -166,31 +119,19 @@ def _automatic(model: AnyModel, store: KVStore, folder: Path | None, stock: str)
         return recipe
     if (found := _found(model, store, folder)) is not None:
         return found
-    recipe = stock_recipe(model, stock)
+    if (settings := Recipe.of_text(stock)) is None:
+        raise ValueError(f"Invalid settings {stock!r}: expected {TEXT_FORMS}.")
+    if settings.recompute and not can_recompute(model):
+        settings = Recipe(FREE_SINK)
+    # With promotion, state layers process the last passage, too.
+    promote = settings.promote or int(model.profile.has_states)
+    recipe = replace(settings, promote=promote, source=STOCK_SOURCE)
     _warn_once(model, _trade(model, recipe, folder))
     return recipe
 
 
-def stock_recipe(model: AnyModel, stock: str = STOCK) -> Recipe:
-    """Default recipe for a stock model: ``stock``, or the best settings without a cost per answer
-    if the model cannot recompute tokens."""
-    recipe = Recipe.of_text(stock)
-    if recipe is None:
-        raise ValueError(f"Invalid settings {stock!r}: expected {TEXT_FORMS}.")
-    if recipe.recompute and not can_recompute(model):
-        recipe = Recipe(FREE_SINK)
-    if model.profile.has_states and not recipe.promote:
-        # With promotion, state layers process the last passage, too.
-        recipe = replace(recipe, promote=1)
-    return replace(recipe, source=STOCK_SOURCE)
-
-
 def recipe_in_use(model: AnyModel, store: KVStore, folder: Path | None = None) -> Recipe | None:
-    """The recipe that ``"auto"`` uses for a stock model, if it has an adapter.
-
-    Returns:
-        None if there is no such recipe, or if it is damaged, which logs a warning.
-    """
+    """The recipe that ``"auto"`` uses for a stock model, if it has an adapter and is intact."""
     try:
         found = _found(model, store, folder)
     except ValueError as error:
@@ -226,11 +167,9 @@ def _found(model: AnyModel, store: KVStore, folder: Path | None) -> Recipe | Non
 
 
 def _sources(model: AnyModel) -> Iterator[str]:
-    """Paths that the model may have been loaded from.
-
-    A name without a folder, such as ``tiny``, may just be a label. It only counts as a path if the
-    weights were loaded from it. Otherwise, files in the current directory would change answers.
-    """
+    """Paths that the model may have been loaded from. A name without a folder, such as ``tiny``,
+    only counts as a path if the weights were loaded from it: it may just be a label, and files in
+    the current directory must not change answers."""
     loaded = str(getattr(model.config, "_name_or_path", ""))
     if model.name == loaded or is_gguf(Path(model.name)) or Path(model.name).name != model.name:
         yield model.name
@@ -238,7 +177,6 @@ def _sources(model: AnyModel) -> Iterator[str]:
 
 
 def _places(store: Path | None, models: Iterable[str], folder: Path | None) -> Iterator[Path]:
-    """Folders that contain a recipe, in the search order of ``"auto"``."""
     folders = [folder, store, store and store.parent]
     for name in dict.fromkeys(models):
         path = Path(name).expanduser()
@@ -250,19 +188,14 @@ def _places(store: Path | None, models: Iterable[str], folder: Path | None) -> I
             continue
         seen.add(resolved)
         place = parent / RECIPE_FOLDER
-        if os.path.isfile(place / RECIPE_FILE) or (parent == folder and _is_unreadable(place)):
-            yield place
-
-
-def _is_unreadable(place: Path) -> bool:
-    """Whether a recipe may exist but cannot be accessed, so that loading it raises an error."""
-    try:
-        (place / RECIPE_FILE).stat()
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    except OSError:
-        return True
-    return False
+        try:
+            if stat.S_ISREG((place / RECIPE_FILE).stat().st_mode):
+                yield place
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except OSError:
+            if parent == folder:  # Loading the database's recipe raises this error.
+                yield place
 
 
 def known_digests(given: RecipeLike, store: str | Path | None, model: str) -> list[str]:
@@ -273,13 +206,10 @@ def known_digests(given: RecipeLike, store: str | Path | None, model: str) -> li
     """
     if isinstance(given, Recipe):
         return [given.digest]
-    if isinstance(given, str) and (named := Recipe.of_text(given)) is not None:
-        return [named.digest]
-    path = None if store is None else Path(store).expanduser()
     if given != AUTO:
-        assert not isinstance(given, Recipe)  # Handled above.
-        return [read_fields(Path(given).expanduser()).digest]
+        return [(_settings(given) or read_fields(Path(given).expanduser())).digest]
     digests = known_digests(STOCK, None, "")
+    path = None if store is None else Path(store).expanduser()
     for place in _places(path, [model], None):
         with suppress(ValueError, OSError):
             digests.append(read_fields(place).digest)
@@ -288,10 +218,9 @@ def known_digests(given: RecipeLike, store: str | Path | None, model: str) -> li
 
 @cache
 def _shipped() -> dict[str, Path]:
-    places = sorted(_SHIPPED.glob(f"*/{RECIPE_FILE}"))
     return {
         fingerprint: path.parent
-        for path in places
+        for path in sorted(_SHIPPED.glob(f"*/{RECIPE_FILE}"))
         for fingerprint in read_fields(path.parent).fingerprints
     }
 

@@ -10,8 +10,7 @@ from functools import partial
 
 from tqdm.auto import tqdm
 
-from blockattn_rag.engine.fetcher import BlockFetcher
-from blockattn_rag.engine.lookup import PLAIN, BlockSpec, merge_specs
+from blockattn_rag.engine.fetcher import PLAIN, BlockFetcher, BlockSpec, merge_specs
 from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.prompts.blocks import Block, BlockPrompt
@@ -64,17 +63,15 @@ def precompute(
     batch_tokens: int | None = None,
     recipe: Recipe = PLAIN,
 ) -> EncodeStats:
-    """Compute and store missing blocks. If interrupted, at most one batch is lost.
-
-    The passages are then indexed in the store, so that they are found in prompts without markers.
+    """Compute and store missing blocks, and index the passages, so that they are found in prompts
+    without markers. If interrupted, at most one batch is lost.
 
     Args:
         run: Function that encodes one batch on the model's thread, so that answers can run between
             batches. Blocks are stored in the caller's thread.
         as_prompt: Whether the first block starts a prompt, and therefore has the BOS token.
-        on_progress: Callback that receives the number of tokens in finished blocks and in all
-            distinct blocks. It is first called for the blocks that are already stored, then after
-            each block.
+        on_progress: Called with the numbers of tokens in finished blocks and in all distinct
+            blocks: first for the blocks that are already stored, then after each block.
         batch_tokens: Maximum number of tokens in an encoding batch, including padding.
     """
     started = time.perf_counter()
@@ -115,10 +112,7 @@ def progress(
     unit: str = "tokens",
 ) -> Iterator[Callable[[int], None]]:
     """Yield a function that reports newly finished tokens to a progress bar and a callback.
-
-    Progress is measured in tokens, because the time per block depends on its length, and short
-    blocks are computed first.
-    """
+    Progress is measured in tokens, because short blocks are computed first."""
     # The bar is created only on request: even a disabled bar starts a thread that outlives it.
     bar = tqdm(total=total, initial=done, desc=f"Encoding {unit}") if show else None
 

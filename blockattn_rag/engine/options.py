@@ -22,15 +22,10 @@ _OF_THE_ENGINE = ("on_miss", "assembly", "positions")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GenerateOptions:
-    """Options for one request. Requests with equal options may share a batch.
-
-    Args:
-        mode: ``"block"`` reuses blocks; ``"full"`` runs ordinary attention over the same tokens.
-        recipe: How the model runs in block mode. Ignored in full mode.
-    """
+    """Options for one request. Requests with equal options may share a batch."""
 
     mode: Mode = "block"
-    recipe: Recipe = field(default_factory=Recipe)
+    recipe: Recipe = field(default_factory=Recipe)  # Ignored in full mode.
     sampling: Sampling = field(default_factory=Sampling)
 
     def __post_init__(self) -> None:
@@ -40,13 +35,10 @@ class GenerateOptions:
 
     @classmethod
     def parse(cls, given: Mapping[str, Any], recipe: Recipe) -> GenerateOptions:
-        """Parse the keyword arguments of ``generate``.
+        """Parse the keyword arguments of ``generate``, except for the recipe, which is resolved.
 
         Unknown arguments are passed to transformers' ``generate``. ``stop_strings`` is handled as
         ``stop``, because transformers would search the prompt too.
-
-        Args:
-            recipe: The call's recipe, already resolved. The recipe in ``given`` is ignored.
         """
         rest = dict(given)
         rest.pop("recipe", None)

@@ -40,16 +40,11 @@ TEXT_FORMS = (
 
 @dataclass(frozen=True, slots=True)
 class RecipeOutline:
-    """A recipe with a digest in place of its adapter. With one model, equal outlines lead to equal
-    answers.
-
-    Args:
-        sink, promote, recompute, positions: See ``Recipe``.
-        adapter: Digest of the adapter. Empty: no adapter.
-    """
+    """A ``Recipe`` with a digest in place of its adapter. With one model, equal outlines lead to
+    equal answers."""
 
     sink: str
-    adapter: str = ""
+    adapter: str = ""  # Digest. Empty: no adapter.
     promote: int = 0
     recompute: float = 0.0
     positions: str = "reordered"
@@ -65,7 +60,6 @@ class RecipeOutline:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of all fields, 64 hex digits."""
         return hashlib.sha256(json.dumps(asdict(self)).encode()).hexdigest()
 
     def __str__(self) -> str:
@@ -80,24 +74,19 @@ class RecipeOutline:
     @classmethod
     def parsed(cls, text: str) -> RecipeOutline | None:
         """Parse the text form. Returns None for any other text, such as a folder's path."""
-        settings: dict[str, Any] = {}
+        sink, settings = "", dict[str, Any]()
         for part in (FREE_SINK if text == FAST else text).split("+"):
-            name, _, value = (_SINK, "", part) if is_sink(part) else part.partition(":")
-            if name in settings or name not in _KINDS:
-                return None
+            name, _, value = part.partition(":")
             try:
-                settings[name] = _KINDS[name](value)
+                if is_sink(part) and not sink:
+                    sink = part
+                elif name in _TYPES and name not in settings:
+                    settings[name] = _TYPES[name](value)
+                else:
+                    return None
             except ValueError:
                 return None
-        return cls(settings.pop(_SINK, NO_SINK), **settings)
+        return cls(sink or NO_SINK, **settings)
 
 
-_SINK = ":"
-"""Key of the sink among the parsed settings. The text form does not contain it."""
-
-_KINDS: dict[str, type[str] | type[int] | type[float]] = {
-    _SINK: str,
-    "promote": int,
-    "recompute": float,
-}
-"""Types of the settings in the text form, by name."""
+_TYPES: dict[str, type[int] | type[float]] = {"promote": int, "recompute": float}

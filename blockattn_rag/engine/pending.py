@@ -29,7 +29,6 @@ LatePrompt = Prompt | Callable[[], Prompt]
 
 
 def to_block_prompt(prompt: LatePrompt) -> BlockPrompt:
-    """Convert a prompt to a ``BlockPrompt``. If it is a function, call it first."""
     made = prompt() if callable(prompt) else prompt
     return made if isinstance(made, BlockPrompt) else BlockPrompt.from_texts(made)
 
@@ -42,12 +41,8 @@ def check_batch_size(batch_size: object) -> None:
 class Group:
     """Concurrent calls whose requests should share a batch.
 
-    Requests in a group wait until every running call has submitted a request, or has ended without
-    one, for example because its answer was cached.
-
-    Args:
-        options: Options of the requests. Requests with different options do not join the group.
-        at_once: Number of calls that run concurrently.
+    Requests with ``options`` wait until each of the ``at_once`` running calls has submitted one, or
+    has ended without one, for example because its answer was cached.
     """
 
     _current: ContextVar[Group | None] = ContextVar("blockattn_group", default=None)
@@ -83,13 +78,11 @@ class Group:
 
     @classmethod
     def of_this_call(cls, options: object) -> Group | None:
-        """Return the current call's group if it has these options."""
         group = cls._current.get()
         return group if group is not None and group._options == options else None
 
     def is_complete(self, waiting: int) -> bool:
-        """Whether all running calls have submitted a request. ``waiting``: Number of waiting
-        requests."""
+        """Whether all running calls have submitted a request; ``waiting`` counts the requests."""
         return waiting >= min(self._at_once, self._remaining)
 
 
@@ -118,11 +111,8 @@ class Pending(Generic[T]):
         self.answer.cancel()
 
     def result(self, timeout: float | None = None) -> T:
-        """Wait for the result, or raise the error that the work raised.
-
-        Args:
-            timeout: Seconds to wait before the work is canceled.
-        """
+        """Wait for the result, or raise the error that the work raised. ``timeout``: Seconds to
+        wait before the work is canceled."""
         try:
             return self.answer.result(timeout)
         finally:
@@ -138,15 +128,10 @@ class Pending(Generic[T]):
 
     @property
     def is_ready(self) -> bool:
-        """Whether the work can start once the model is free."""
         return self.group is None and (self.needs is None or self.needs.done())
 
     def begin(self) -> bool:
-        """Mark the work as running, unless its caller is gone. Running work cannot be canceled.
-
-        Returns:
-            Whether to run the work.
-        """
+        """Mark the work as running, unless its caller is gone. Returns whether to run it."""
         return not self.left and self.answer.set_running_or_notify_cancel()
 
     def fail(self, error: BaseException) -> None:
@@ -162,9 +147,8 @@ class Pending(Generic[T]):
         return False
 
     def run(self, batch: Sequence[Pending[Any]]) -> None:
-        """Run a batch that starts with this item, and set each item's result or error. Uses the
-        caller's context variables and number of PyTorch threads."""
-        # PyTorch's number of threads is a setting of the calling thread.
+        """Run a batch that starts with this item, with the caller's context variables and number of
+        PyTorch threads."""
         if torch.get_num_threads() != self._num_threads:
             torch.set_num_threads(self._num_threads)
         self._context.copy().run(self._serve, batch)
@@ -185,22 +169,19 @@ class Job(Pending[T]):
 
 
 class BatchRunner(Protocol):
-    """Interface for answering requests, implemented by ``runner.Runner``."""
+    """Interface of ``runner.Runner``."""
 
-    def answer_batch(self, batch: Sequence[PendingRequest], /) -> None:
-        """Set each request's answer or error. All requests have equal options."""
+    def answer_batch(self, batch: Sequence[PendingRequest], /) -> None: ...
 
-    def can_share(self, options: GenerateOptions, /) -> bool:
-        """Whether batching leaves the answers to requests with these options unchanged."""
+    def can_share(self, options: GenerateOptions, /) -> bool: ...
 
 
 class PendingRequest(Pending[Generation]):
     """A prompt that is waiting for its answer.
 
     Args:
-        prompt: The prompt, or a function that creates it. The function is called outside the
-            caller's thread, because it may be slow and the caller may be an event loop.
-        runner: Runner that answers the request, in a batch with requests that have equal options.
+        prompt: The prompt, or a function that creates it outside the caller's thread, because it
+            may be slow and the caller may be an event loop.
         needs: Future of the compiled grammar. Other requests may run before it is done.
     """
 
@@ -227,7 +208,6 @@ class PendingRequest(Pending[Generation]):
         return self._context.copy().run(to_block_prompt, self._prompt)
 
     def emit(self, text: str, token_ids: Sequence[int] = ()) -> None:
-        """Pass new text and tokens to the reader of the stream, if there is one."""
         if text and self.on_chunk is not None:
             self.on_chunk(GenerationChunk(text, token_ids=tuple(token_ids)))
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any, get_args
@@ -126,10 +126,8 @@ class Recipe:
 
     @classmethod
     def of_text(cls, text: str) -> Recipe | None:
-        """Parse a recipe's text form, such as ``"head+recompute:0.1"``; see ``engine.outline``.
-
-        Returns:
-            The recipe. None for any other text, such as a folder's path.
+        """Parse a text form, such as ``"head+recompute:0.1"``; see ``engine.outline``. None for any
+        other text, such as a folder's path.
 
         Raises:
             ValueError: a value is out of range.
@@ -142,7 +140,6 @@ class Recipe:
 
     @property
     def outline(self) -> RecipeOutline:
-        """The recipe without its adapter's weights."""
         adapter = self.adapter.digest if self.adapter else ""
         return RecipeOutline(self.sink, adapter, self.promote, self.recompute, self.positions)
 
@@ -169,8 +166,6 @@ class Recipe:
 
     def save(self, folder: str | Path, *, plot: bytes | None = None) -> None:
         """Save the recipe to a folder atomically. Replaces an existing recipe.
-
-        Other processes that load the recipe in the meantime get either the old or the new recipe.
 
         Args:
             folder: Folder that does not exist, is empty, or only contains a recipe, which may be
@@ -219,9 +214,6 @@ class Recipe:
                 folder / RECIPE_FILE, f"found digest {recipe.digest}, expected {saved.digest}"
             )
         return recipe
-
-    def with_positions(self, positions: Positions | None) -> Recipe:
-        return self if positions in (None, self.positions) else replace(self, positions=positions)
 
 
 _SAVED = {field.name for field in fields(Recipe)} - {"source"}

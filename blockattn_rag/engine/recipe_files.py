@@ -69,7 +69,6 @@ class RecipeFields:
 
 
 def read_fields(folder: Path) -> RecipeFields:
-    """Read and validate ``recipe.json``."""
     path = folder / RECIPE_FILE
     with _opened(path) as file:
         content = file.read(MOST_JSON_BYTES + 1)
@@ -94,12 +93,8 @@ def read_fields(folder: Path) -> RecipeFields:
 
 
 def read_consistently(folder: Path, read: Callable[[RecipeFields], T]) -> T:
-    """Read a recipe that may be replaced while it is being read.
-
-    Args:
-        read: Function that reads the parts and returns the result. It is retried if it fails,
-            because the recipe may have been replaced.
-    """
+    """Read the parts of a recipe with ``read``, which is retried if it fails because the recipe was
+    replaced in the meantime."""
     for _ in range(_ATTEMPTS):
         fields = read_fields(folder)
         try:
@@ -114,15 +109,7 @@ def read_consistently(folder: Path, read: Callable[[RecipeFields], T]) -> T:
 
 
 def part(folder: Path, kind: str, fields: RecipeFields) -> Path:
-    """Verify the contents of a part, and return its path.
-
-    Args:
-        kind: ``ADAPTER`` or ``PLOT``.
-
-    Raises:
-        FileNotFoundError: The part is missing.
-        ValueError: ``recipe.json`` does not list the part, or its contents differ.
-    """
+    """Verify the contents of a part (``ADAPTER`` or ``PLOT``), and return its path."""
     start = kind.partition("*")[0]
     name = next((name for name in fields.files if name.startswith(start)), None)
     if name is None or not _IS_PART.fullmatch(name):
@@ -138,10 +125,8 @@ def part(folder: Path, kind: str, fields: RecipeFields) -> Path:
 def write_recipe(folder: Path, fields: Mapping[str, Any], parts: Mapping[str, bytes]) -> None:
     """Write a recipe to a folder. If interrupted, the old or the new recipe remains.
 
-    Args:
-        folder: Folder that does not exist, is empty, or contains a recipe.
-        fields: Fields of ``recipe.json`` except ``version`` and ``files``.
-        parts: Contents of the parts, by ``ADAPTER`` and ``PLOT``.
+    ``fields`` are those of ``recipe.json`` except ``version`` and ``files``. ``parts`` are contents
+    by ``ADAPTER`` and ``PLOT``.
     """
     if _LOCK not in _own_names(folder):
         check_replaceable(folder)  # Check the folder before creating anything in it.
@@ -234,8 +219,7 @@ def _is_own(path: Path) -> bool:
 
 
 def _is_recipe(path: Path) -> bool:
-    """Whether a ``recipe.json`` belongs to a recipe, even if it is damaged or has another
-    version."""
+    """Whether this is the ``recipe.json`` of a recipe, even a damaged one or of another version."""
     with path.open("rb") as file:
         content = file.read(MOST_JSON_BYTES)
     try:

@@ -87,7 +87,6 @@ class Clock:
             self.first_token = time.perf_counter()
 
     def complete(self, stats: ReuseStats, generated_tokens: int) -> ReuseStats:
-        """Add times and answer length to the statistics of an answer that ends now."""
         now = time.perf_counter()
         first = self.first_token or now
         return replace(

@@ -49,10 +49,7 @@ class Runner:
         self._tails = Tails(model, tail_bytes)
 
     def answer_batch(self, batch: Sequence[PendingRequest]) -> None:
-        """Answer requests with equal options. Each request gets its answer or its own error.
-
-        Requests share forward passes, which does not change their answers.
-        """
+        """Answer requests with equal options. Each request gets its answer or its own error."""
         self._model.check_unchanged()
         answers = [answer for pending in batch if (answer := self._prepared(pending)) is not None]
         for together in self._batches(answers):
@@ -72,7 +69,7 @@ class Runner:
             prompt = pending.prompt()
             # Raise errors for invalid grammars before computing anything.
             self._model.rules.matcher(options.sampling.grammar)
-            return Answer(pending, prompt, self.prepare(prompt, options), self._model)
+            return Answer(pending, self.prepare(prompt, options), self._model)
         except KeyboardInterrupt:  # An interrupt ends the whole batch.
             raise
         except BaseException as error:  # noqa: BLE001 -- reraised by the caller
@@ -125,8 +122,8 @@ class Runner:
         )
 
     def _recomputed(self, prepared: Prepared, options: GenerateOptions) -> Prepared:
-        """Recompute tokens for the question as the recipe requires. Returns a prompt with a copied
-        context. The caller must hold the model's lock."""
+        """Recompute tokens for the question as the recipe requires, in a copy of the context. The
+        caller must hold the model's lock."""
         if not prepared.recomputed_tokens:
             return prepared
         started = time.perf_counter()
@@ -158,10 +155,9 @@ class Runner:
     # -- answering ---------------------------------------------------------------------------
 
     def _batches(self, answers: Sequence[Answer]) -> list[list[Answer]]:
-        """Split requests into batches with equal token limits.
-
-        A batch's forward pass, and its recomputed contexts, have at most
-        ``BlockModel.batch_tokens`` tokens, unless a single request has more."""
+        """Split requests into batches with equal token limits. A batch's forward pass, and its
+        recomputed contexts, have at most ``BlockModel.batch_tokens`` tokens, unless a single
+        request has more."""
         batches: list[list[Answer]] = []
         widest = 0
         for answer in sorted(answers, key=lambda answer: answer.prepared.limit):
@@ -260,11 +256,8 @@ class Runner:
         self, prompts: Sequence[Prepared], final_tokens: int, options: GenerateOptions
     ) -> Any:
         """Assemble a KV cache from prompts' contexts, for final blocks of up to ``final_tokens``.
-
-        Returns:
-            The cache. None if the model creates its own: in full mode, and for prompts without
-            blocks, unless a GPU runs them as graphs.
-        """
+        None if the model creates its own: in full mode, and for prompts without blocks, unless a
+        GPU runs them as graphs."""
         contexts = [prompt.context for prompt in prompts]
         if not any(context.blocks for context in contexts) and not (
             options.mode == "block"

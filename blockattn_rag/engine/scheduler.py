@@ -2,8 +2,7 @@
 
 All engines that share a model use one queue for answers, streams, batches, async calls and
 encoding. Waiting requests with equal options are answered in one batch. A request only waits for
-others if it is part of a group. If the model is idle, the main thread does the work itself
-(``Scheduler.submit_and_wait``).
+others if it is part of a group.
 """
 
 from __future__ import annotations
@@ -43,11 +42,8 @@ class Scheduler:
     # -- for callers -------------------------------------------------------------------------
 
     def submit(self, *work: Pending[Any]) -> None:
-        """Add all work items to the queue atomically. Their futures receive the results.
-
-        If the calling thread is already running a model, it does the work itself. Otherwise, a
-        logits processor that calls an engine would deadlock.
-        """
+        """Add all work items to the queue atomically. If the calling thread is already running a
+        model, it does the work itself: a logits processor that calls an engine would deadlock."""
         if holds_a_model():
             for pending in work:
                 self._run([pending])
@@ -83,8 +79,7 @@ class Scheduler:
         self.submit(*turn)
 
     def submit_and_wait(self, *work: Pending[T]) -> list[T]:
-        """Submit work, and return the results in order. After an error, the remaining work is
-        dropped.
+        """Submit work, and return the results in order. An error drops the remaining work.
 
         If the model is idle, the main thread does the work itself, so that a script loads and runs
         its model in one thread. OpenMP keeps workers for each thread that has computed, and forward
@@ -97,7 +92,7 @@ class Scheduler:
             self.submit(*work)
             return [pending.result() for pending in work]
         finally:
-            for pending in work:  # After an error or interrupt, drop the remaining items.
+            for pending in work:
                 pending.leave()
 
     def run(self, work: Callable[[], T]) -> T:
@@ -187,7 +182,6 @@ class Scheduler:
 
 
 def _first_batch(ready: Sequence[Pending[T]]) -> list[Pending[T]]:
-    """Return the first item, and all items that can share a batch with it."""
     sharing = [*ready[:1], *(pending for pending in ready[1:] if pending.joins(ready[0]))]
     return sharing[: ready[0].max_batch] if ready else []
 

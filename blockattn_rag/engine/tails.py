@@ -28,17 +28,11 @@ _MOST = 64
 
 
 class Start(NamedTuple):
-    """Cached prefix of a final block.
+    """Cached prefix of a final block."""
 
-    Args:
-        base: Context that the states depend on. None: tails are neither used nor kept.
-        tokens: Length of the prefix in tokens.
-        states: Keys and values of the prefix, possibly followed by those of more tokens.
-    """
-
-    base: Hashable | None = None
+    base: Hashable | None = None  # Context of the prefix. None: tails are neither used nor kept.
     tokens: int = 0
-    states: States = ()
+    states: States = ()  # May be followed by the states of more tokens.
 
 
 NOTHING = Start()
@@ -55,11 +49,9 @@ class _Tail(NamedTuple):
 
 
 class Tails:
-    """Cache for the tails of an engine's recent answers. Callers must hold the model's lock.
+    """LRU cache for the tails of an engine's recent answers. Callers must hold the model's lock.
 
-    Args:
-        max_bytes: Maximum size of the cached keys and values. Eviction is least recently used
-            first. 0 disables the cache.
+    ``max_bytes`` limits the size of the keys and values. 0 disables the cache.
     """
 
     def __init__(self, model: BlockModel, max_bytes: int) -> None:
@@ -70,9 +62,8 @@ class Tails:
     def begin(self, prepared: Prepared, options: GenerateOptions) -> Start:
         """Look up the cached prefix of a prompt's final block, which never includes the last token.
 
-        Tails are neither used nor kept in full mode, with options for transformers' ``generate``,
-        with a recipe that recomputes tokens, or if the model's states may differ, for example under
-        autocast.
+        Tails are neither used nor kept in full mode, with options for transformers, if tokens are
+        recomputed, or if the model's states may differ, for example under autocast.
         """
         if not self._max_bytes or options.mode != "block" or options.recipe.recompute:
             return NOTHING

@@ -13,9 +13,8 @@ from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.server.keys import BlockId
 from blockattn_rag.server.profile import ModelProfile
 from blockattn_rag.server.shares import Share
-from blockattn_rag.store.base import KVStore, ReadResult, is_damage
+from blockattn_rag.store.base import KVStore, ReadResult, find_blocks, is_damage
 from blockattn_rag.store.concurrency import Readers, outcome, remaining
-from blockattn_rag.store.find_blocks import find_blocks
 
 logger = logging.getLogger("blockattn_rag")
 
@@ -108,7 +107,7 @@ class BlockLoader:
             return outcome(read, until, f"ask {self._store!r}")
 
         own = [block._replace(keys=block.keys[:1]) for block in blocks]
-        kept = find_blocks(own, self._kept.get_many, self._outline).blocks
+        kept, _ = find_blocks(own, self._kept.get_many, self._outline)
         absent = [block for block, kv in zip(blocks, kept, strict=True) if kv is None]
         stored, errors = find_blocks(absent, get_many, self._outline)
         pairs = zip([*blocks, *absent], [*kept, *stored], strict=True)

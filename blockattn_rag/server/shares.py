@@ -17,8 +17,7 @@ from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.model.correction import Correction, LayerCorrection
 from blockattn_rag.server.profile import ModelProfile
 from blockattn_rag.store.base import KVStore, MaintainedStore, ReadResult, StoreStats
-from blockattn_rag.store.header import Header
-from blockattn_rag.store.layout import LayerShape, Layout, share_of
+from blockattn_rag.store.header import Header, LayerShape, Layout, share_of
 
 # Read up to 1024 token ids together with the header, to save a request.
 _IDS_BYTES = 8 << 10

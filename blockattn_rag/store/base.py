@@ -1,4 +1,4 @@
-"""Store interface, and the types that stores accept and return."""
+"""Store interface, the types that stores accept and return, and lookups of blocks in any store."""
 
 from __future__ import annotations
 
@@ -7,15 +7,19 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar, NamedTuple, TypeAlias
+from typing import ClassVar, NamedTuple, Protocol, TypeAlias
 
 from blockattn_rag.errors import CorruptEntryError, FingerprintMismatchError, StoreError
 from blockattn_rag.kv.block_kv import BlockKV, joined_handles, split_handles
+from blockattn_rag.store.checks import Outline, check_block
 from blockattn_rag.store.header import Header
 
 ReadResult: TypeAlias = BlockKV | StoreError | None
 """Result per key of a batch read: the entry, None if it does not exist, or the StoreError that
 ``get`` would raise. Returning errors keeps one bad entry from failing the whole batch."""
+
+ChooseHeads: TypeAlias = Callable[[Header], Mapping[int, range]]
+"""Function that returns the heads of each layer to read, given the header of an entry."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,10 +103,8 @@ class KVStore(ABC):
     """Base class of stores: a thread-safe map from store keys (``kv.store_key``) to ``BlockKV``.
 
     A new backend implements ``get`` (or ``get_many``, if reading several entries at once is
-    faster), ``put``, ``__contains__``, ``delete``, ``keys`` and ``stats``. The other methods have
-    defaults. Override ``touch`` if the store evicts entries, ``mark_used`` if recording a use is
-    cheaper than ``touch``, and ``sidecar`` to support recognition. Derive from ``MaintainedStore``
-    to support the ``blockattn-rag store`` commands.
+    faster), ``put``, ``__contains__``, ``delete``, ``keys`` and ``stats``; see CONTRIBUTING.md for
+    the others. Derive from ``MaintainedStore`` to support the ``blockattn-rag store`` commands.
     """
 
     records_use: ClassVar[bool] = True
@@ -175,11 +177,8 @@ class KVStore(ABC):
         """Mark an entry as used now, and add the handles of further texts that share it.
 
         Texts with the same tokens share an entry, which ``gc`` keeps as long as one of its handles
-        is live. If two claims are concurrent, one may be lost, and its block may later be encoded
-        again.
-
-        Returns:
-            Whether the entry exists and appears intact.
+        is live. Of concurrent claims, one may be lost. Returns whether the entry exists and appears
+        intact.
         """
         return self.touch(key)
 
@@ -190,16 +189,11 @@ class KVStore(ABC):
 
 
 class StoredEntry(NamedTuple):
-    """Entry in a store listing.
-
-    Args:
-        nbytes: Size of the entry in the store. 0 if its path is not a regular file.
-        used_ns: Last recorded use, in nanoseconds since 1970.
-    """
+    """Entry in a store listing."""
 
     key: str
-    nbytes: int
-    used_ns: int
+    nbytes: int  # Size in the store. 0 if the entry's path is not a regular file.
+    used_ns: int  # Last recorded use, in nanoseconds since 1970.
 
 
 class EntryInfo(NamedTuple):
@@ -236,45 +230,32 @@ class MaintainedStore(KVStore):
         """
 
     def peek(self, key: str) -> BlockKV | None:
-        """Read an entry like ``get``, but without recording a use.
-
-        Override it in stores whose ``get`` records uses.
-        """
+        """Read an entry like ``get``, but without recording a use."""
         return self.get(key)
 
     @abstractmethod
     def discard(self, key: str, used_ns: int) -> bool | None:
-        """Delete an entry unless it was used or replaced since ``used_ns``.
-
-        Returns:
-            True if it was deleted, False if it was used, None if it no longer existed.
-        """
+        """Delete an entry unless it was used or replaced since ``used_ns``. Returns True if it was
+        deleted, False if it was used, None if it no longer existed."""
 
     @abstractmethod
     def read_parts(
-        self,
-        keys: Sequence[str],
-        choose: Callable[[Header], Mapping[int, range]],
-        head_bytes: int,
+        self, keys: Sequence[str], choose: ChooseHeads, head_bytes: int
     ) -> list[ReadResult]:
         """Read selected heads and layers of entries, verified like complete entries.
 
-        The read counts as a use. A remote store first reads the headers of all entries
-        concurrently, and then the selected heads.
+        The read counts as a use. The results are as in ``get_many``; a selected part is a block
+        with the entry's key.
 
         Args:
-            choose: Function that returns the heads of each layer to read, given the header. If it
-                raises a StoreError, that error is returned.
+            choose: Function that selects the heads. If it raises a StoreError, that error is
+                returned.
             head_bytes: Number of bytes in the first read of each entry. A remote store rejects
                 entries with a longer header.
-
-        Returns:
-            For each key: the selected part, as a block with the entry's key; None if the entry does
-            not exist; or the StoreError that ``get`` would raise.
         """
 
     def leftovers(self) -> Iterator[Path]:
-        """Iterate over the temporary files of running or killed writers."""
+        """Temporary files of running or killed writers."""
         return iter(())
 
     def claim(self, key: str, handles: Collection[str]) -> bool:
@@ -289,17 +270,10 @@ class MaintainedStore(KVStore):
             kv = self.peek(key)
         except (CorruptEntryError, FingerprintMismatchError):
             return False
-        if kv is None:
-            return False
-        self.put(key, with_handles(kv, handles))
-        return True
-
-
-def with_handles(kv: BlockKV, handles: Collection[str]) -> BlockKV:
-    """Return a copy with added handles. A block without handles is returned unchanged."""
-    if not kv.handle:
-        return kv
-    return replace(kv, handle=joined_handles([*split_handles(kv.handle), *handles]))
+        if kv is not None and kv.handle:
+            joined = joined_handles([*split_handles(kv.handle), *handles])
+            self.put(key, replace(kv, handle=joined))
+        return kv is not None
 
 
 def is_damage(answer: object) -> bool:
@@ -308,9 +282,54 @@ def is_damage(answer: object) -> bool:
 
 
 def age_s(used_ns: int, now_ns: int | None = None) -> float:
-    """Return the seconds between a time (nanoseconds since 1970) and now.
+    """Seconds between a time (nanoseconds since 1970) and now.
 
-    A time in the future comes from a wrong clock, so the absolute difference is returned: a file
-    dated a few seconds ahead is new, but one dated a year ahead must not be kept forever.
+    A time in the future comes from a wrong clock. Its absolute difference is returned: a file dated
+    a few seconds ahead is new, but one dated a year ahead must not be kept forever.
     """
     return abs((time.time_ns() if now_ns is None else now_ns) - used_ns) / 1e9
+
+
+class BlockQuery(Protocol):
+    """Block to look up: its token ids, and one key per namespace to search."""
+
+    @property
+    def keys(self) -> Sequence[str]: ...
+
+    @property
+    def ids(self) -> Sequence[int]: ...
+
+
+def find_blocks(
+    queries: Sequence[BlockQuery],
+    get_many: Callable[[Sequence[str]], Sequence[ReadResult]],
+    outline: Outline,
+) -> tuple[list[BlockKV | None], dict[str, StoreError]]:
+    """Look up blocks with one batch read of all first keys, then one of the second keys of the
+    blocks that are still missing, and so on.
+
+    Returns:
+        The blocks, and errors by key: damaged entries, entries of another block, and failed reads.
+    """
+    blocks: list[BlockKV | None] = [None] * len(queries)
+    errors: dict[str, StoreError] = {}
+    for turn in range(max((len(query.keys) for query in queries), default=0)):
+        missing = {
+            place: query.keys[turn]
+            for place, query in enumerate(queries)
+            if blocks[place] is None and turn < len(query.keys)
+        }
+        if not (keys := [*dict.fromkeys(missing.values())]):
+            break
+        entries = dict(zip(keys, get_many(keys), strict=True))
+        for place, key in missing.items():
+            entry = entries[key]
+            if isinstance(entry, BlockKV):
+                try:
+                    check_block(entry, key, queries[place].ids, outline)
+                    blocks[place] = entry
+                except FingerprintMismatchError as error:
+                    errors[key] = error
+            elif entry is not None:
+                errors[key] = entry
+    return blocks, errors

@@ -39,31 +39,24 @@ _KEY = re.compile(r"[0-9a-f]{64}")
 
 
 def is_key(key: object) -> TypeGuard[str]:
-    """Whether ``key`` has the format of a store key: 64 lower-case hex digits."""
     return isinstance(key, str) and _KEY.fullmatch(key) is not None
 
 
 def check_key(key: str) -> str:
-    """Return the key unchanged if it is well-formed."""
     if not is_key(key):
         raise ValueError(f"A store key must be 64 hex digits (kv.store_key), found {key!r}")
     return key
 
 
 def check_entry(key: str, kv: BlockKV) -> None:
-    """Raise ValueError if ``kv`` is malformed or does not belong under ``key``."""
-    if key != kv.key:
-        raise ValueError(f"Found key {key!r}, expected {kv.key!r}: store a block under kv.key")
-    check_storable(kv)
-
-
-def check_storable(kv: BlockKV) -> None:
-    """Raise ValueError if a block is malformed.
+    """Raise ValueError if ``kv`` does not belong under ``key``, or is malformed.
 
     A block is malformed if it has no layers or tokens, inconsistent shapes, a non-floating-point
     dtype (for a quantized block: a dtype other than int8, or mismatched scales), or names that are
     not strings.
     """
+    if key != kv.key:
+        raise ValueError(f"Found key {key!r}, expected {kv.key!r}: store a block under kv.key")
     for text in (kv.fingerprint, kv.digest, kv.handle, kv.namespace):
         check_text(text)
     check_states(kv.token_ids, kv.keys, kv.values, quantized=kv.scales is not None)
@@ -72,7 +65,6 @@ def check_storable(kv: BlockKV) -> None:
 
 
 def check_block(kv: BlockKV, key: str, token_ids: Sequence[int], outline: Outline) -> None:
-    """Check that a block read from a store is the requested block."""
     if kv.key != key:
         raise FingerprintMismatchError(
             f"The entry {key} contains another block (digest {kv.digest[:12]}, fingerprint "
@@ -99,7 +91,6 @@ def is_finite(kv: BlockKV) -> bool:
 
 
 def check_finite(kv: BlockKV, place: object) -> None:
-    """Raise a StoreError that names ``place`` if keys or values contain NaN or infinity."""
     if not is_finite(kv):
         raise StoreError(
             f"Cannot write {place}: keys or values of the block contain NaN or infinity. The model "
@@ -118,7 +109,6 @@ class TensorSpec(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes that the dtype and shape imply."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -185,7 +175,6 @@ def check_text(value: object) -> str:
 
 def all_finite(states: Tensor) -> bool:
     """Whether all elements are finite. Takes a single pass, and copies only 8-bit tensors."""
-    wide = (
-        states.float() if states.element_size() == 1 else states
-    )  # `aminmax` does not support 8-bit dtypes.
+    # `aminmax` does not support 8-bit dtypes.
+    wide = states.float() if states.element_size() == 1 else states
     return all(bool(torch.isfinite(extreme)) for extreme in torch.aminmax(wide))

@@ -1,17 +1,19 @@
-"""Concurrency helpers for stores: reads with deadlines, deduplicated reads, and a write queue.
+"""Concurrency helpers for stores: reads with deadlines, deduplicated reads, a write queue, and a
+circuit breaker.
 
-These objects reset themselves in forked processes, which do not inherit the parent's threads.
+Objects with threads reset themselves in forked processes, which do not inherit these threads.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar, ParamSpec, TypeVar
 from weakref import WeakSet
 
@@ -29,8 +31,6 @@ _WRITERS = 4
 
 
 class _ForkAware(ABC):
-    """Object that resets itself in forked processes."""
-
     _known: ClassVar[WeakSet[_ForkAware]] = WeakSet()
 
     def __init__(self) -> None:
@@ -65,7 +65,6 @@ class Readers(_ForkAware):
         self._lock = threading.Lock()
 
     def start(self, read: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Submit a read, which is queued if all threads are busy."""
         with self._lock:
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix=self._name)
@@ -73,12 +72,11 @@ class Readers(_ForkAware):
 
 
 def deadline(seconds: float) -> float:
-    """Return the deadline of an operation that starts now, on the ``time.monotonic`` clock."""
+    """Time in ``seconds`` from now, on the ``time.monotonic`` clock."""
     return time.monotonic() + seconds
 
 
 def remaining(until: float) -> float:
-    """Return the seconds until a deadline, or 0 if it has passed."""
     return max(0.0, until - time.monotonic())
 
 
@@ -92,7 +90,6 @@ def outcome(future: Future[T], until: float, doing: str) -> T:
 
 
 def check_seconds(name: str, seconds: float) -> float:
-    """Return ``seconds`` unchanged if it is positive."""
     if not seconds > 0:
         raise ValueError(f"{name} must be a positive number of seconds, found {seconds!r}")
     return seconds
@@ -112,12 +109,7 @@ class SingleFlight(_ForkAware):
         most_s: float,
     ) -> list[ReadResult]:
         """Read keys with ``read_many``. If another thread is already reading a key, wait for its
-        result.
-
-        Args:
-            most_s: Seconds to wait for other threads' reads, after which the result is a
-                StoreError.
-        """
+        result for at most ``most_s`` seconds."""
         until = deadline(most_s)
         awaited: dict[str, Future[ReadResult]] = {}
         own: list[str] = []
@@ -134,7 +126,9 @@ class SingleFlight(_ForkAware):
             for key in own:
                 if not awaited[key].done():  # `read_many` raised in this thread.
                     awaited[key].set_result(StoreError(f"The read of {key} was interrupted"))
-                self._end(key, awaited[key])
+                with self._lock:
+                    if self._reads.get(key) is awaited[key]:
+                        del self._reads[key]
         return [_answer(awaited[key], until, key) for key in keys]
 
     def forget(self, key: str) -> None:
@@ -142,23 +136,12 @@ class SingleFlight(_ForkAware):
         with self._lock:
             self._reads.pop(key, None)
 
-    def _end(self, key: str, read: Future[ReadResult]) -> None:
-        with self._lock:
-            if self._reads.get(key) is read:
-                del self._reads[key]
-
 
 def _answer(read: Future[ReadResult], until: float, key: str) -> ReadResult:
     try:
         return read.result(remaining(until))
     except TimeoutError:
         return StoreError(f"Cannot read {key}: another thread's read did not finish in time")
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Write:
-    kv: BlockKV
-    write: Callable[[str, BlockKV], object]
 
 
 class WriteQueue(_ForkAware):
@@ -173,33 +156,25 @@ class WriteQueue(_ForkAware):
     def _renew(self) -> None:
         # The parent process writes the blocks that are already queued.
         self._changed = threading.Condition()
-        self._waiting: dict[str, _Write] = {}
+        self._waiting: dict[str, Callable[[], object]] = {}
         self._running: set[str] = set()
         self._bytes = 0
         # The interpreter waits for these threads when it exits.
         self._threads = ThreadPoolExecutor(_WRITERS, thread_name_prefix="blockattn-rag-writes")
 
-    def add(
-        self,
-        key: str,
-        kv: BlockKV,
-        write: Callable[[str, BlockKV], object],
-    ) -> bool:
-        """Queue ``write(key, kv)``, replacing any queued write for this key.
-
-        Args:
-            write: Function that writes the block. It must not raise.
+    def add(self, key: str, kv: BlockKV, write: Callable[[str, BlockKV], object]) -> bool:
+        """Queue ``write(key, kv)``, which must not raise. Replaces a queued write for this key.
 
         Returns:
             False if the queue is full or closed, in which case the block is not written.
         """
         kv = kv.to(torch.device("cpu"))
-        queued = _Write(kv, write)
+        queued = partial(write, key, kv)
         with self._changed:
-            if self._closed or not self._has_room(kv.nbytes):
+            if self._closed or (self._bytes and self._bytes + kv.nbytes > self._max_bytes):
                 return False
             try:
-                self._threads.submit(self._run, key, queued)
+                self._threads.submit(self._run, key, kv.nbytes, queued)
             except RuntimeError:  # The interpreter is exiting.
                 return False
             self._waiting[key] = queued
@@ -207,13 +182,10 @@ class WriteQueue(_ForkAware):
         return True
 
     def discard(self, key: str, wait_s: float) -> bool:
-        """Cancel a queued write. If it is already running, wait for it to finish.
-
-        Args:
-            wait_s: Maximum seconds to wait.
+        """Cancel a queued write, and wait at most ``wait_s`` seconds for a running one.
 
         Returns:
-            Whether a write was queued or running.
+            Whether a write was queued.
         """
         with self._changed:
             was_queued = self._waiting.pop(key, None) is not None
@@ -221,8 +193,7 @@ class WriteQueue(_ForkAware):
             return was_queued
 
     def flush(self, wait_s: float | None = None) -> bool:
-        """Wait until the queue is empty, at most ``wait_s`` seconds. Returns whether it is
-        empty."""
+        """Wait at most ``wait_s`` seconds until the queue is empty. Returns whether it is."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._bytes, wait_s)
 
@@ -233,10 +204,7 @@ class WriteQueue(_ForkAware):
             self._changed.notify_all()
         self._threads.shutdown(wait=True)
 
-    def _has_room(self, nbytes: int) -> bool:
-        return self._bytes == 0 or self._bytes + nbytes <= self._max_bytes
-
-    def _run(self, key: str, queued: _Write) -> None:
+    def _run(self, key: str, nbytes: int, queued: Callable[[], object]) -> None:
         with self._changed:
             # One write per key at a time: an older write that ends last would undo a newer one.
             self._changed.wait_for(lambda: key not in self._running)
@@ -244,11 +212,58 @@ class WriteQueue(_ForkAware):
             is_wanted = self._waiting.get(key) is queued
         try:
             if is_wanted:
-                queued.write(key, queued.kv)
+                queued()
         finally:
             with self._changed:
                 self._running.discard(key)
-                self._bytes -= queued.kv.nbytes
+                self._bytes -= nbytes
                 if self._waiting.get(key) is queued:
                     del self._waiting[key]
                 self._changed.notify_all()
+
+
+class CircuitBreaker:
+    """Circuit breaker for calls to a service that may be down.
+
+    The breaker starts closed and allows every call. After ``failures`` consecutive failures, it
+    opens and allows one call every ``pause_s`` seconds. The first success closes it.
+    """
+
+    def __init__(
+        self, failures: int, pause_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        if failures < 1:
+            raise ValueError(f"failures must be 1 or more, found {failures}")
+        self.pause_s = check_seconds("pause_s", pause_s)
+        self._most, self._clock = failures, clock
+        self._lock = threading.Lock()
+        self._failures = 0
+        self._next_try = -math.inf
+
+    @property
+    def is_open(self) -> bool:
+        return self._failures >= self._most
+
+    def allows(self) -> bool:
+        """Whether a call is allowed now. If it is, the caller must report its outcome."""
+        with self._lock:
+            if self.is_open:
+                now = self._clock()
+                if now < self._next_try:
+                    return False
+                self._next_try = now + self.pause_s
+            return True
+
+    def succeeded(self) -> bool:
+        """Report a success. Returns whether this closed the breaker."""
+        with self._lock:
+            was_open = self.is_open
+            self._failures = 0
+            return was_open
+
+    def failed(self) -> bool:
+        """Report a failure. Returns whether this opened the breaker."""
+        with self._lock:
+            self._failures += 1
+            self._next_try = self._clock() + self.pause_s
+            return self._failures == self._most

@@ -7,7 +7,7 @@ import json
 import os
 import re
 import stat
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from io import FileIO
@@ -20,6 +20,7 @@ from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.store import files
 from blockattn_rag.store.base import (
     SIDECAR,
+    ChooseHeads,
     EntryInfo,
     MaintainedStore,
     ReadResult,
@@ -29,13 +30,7 @@ from blockattn_rag.store.base import (
 from blockattn_rag.store.checks import check_key, is_key
 from blockattn_rag.store.concurrency import Readers
 from blockattn_rag.store.eviction import SizeBound
-from blockattn_rag.store.format import (
-    check_entry_key,
-    decode_part,
-    decoded,
-    encoded,
-    ranges,
-)
+from blockattn_rag.store.format import check_entry_key, decode_part, decoded, encoded, ranges
 from blockattn_rag.store.header import FORMAT, VERSION, Header, read_header
 
 T = TypeVar("T")
@@ -123,20 +118,13 @@ class DirectoryStore(MaintainedStore):
         return self._load(key, use=False)
 
     def read_parts(
-        self,
-        keys: Sequence[str],
-        choose: Callable[[Header], Mapping[int, range]],
-        head_bytes: int,
+        self, keys: Sequence[str], choose: ChooseHeads, head_bytes: int
     ) -> list[ReadResult]:
-        """Read parts of entries with headers of any length (see ``MaintainedStore``)."""
         return self._at_once(partial(self._part, choose), keys)
 
     def touch(self, key: str) -> bool:
-        """Mark an entry as used now. Returns whether it exists and appears intact.
-
-        Only the header and the file size are checked, because a complete check would take as long
-        as reading the file. A damaged or unreadable entry counts as absent.
-        """
+        """Mark an entry as used now. Returns whether it exists and appears intact: only the header
+        and the file size are checked. An unreadable entry counts as absent."""
         path = self.entry_path(key)
         try:
             with files.opened(path) as file:
@@ -152,11 +140,18 @@ class DirectoryStore(MaintainedStore):
     def put(self, key: str, kv: BlockKV) -> None:
         path = self.entry_path(kv.key)
         content = encoded(key, kv, path)
+        nbytes, bound = len(content), self._bound
         with files.explained("write", path):
-            if self._bound is None:
+            if bound is None:
                 self._write(path, content)
-            else:
-                self._write_within(self._bound, path, content)
+                return
+            with bound.lock:
+                if nbytes > bound.max_bytes:
+                    path.unlink(missing_ok=True)
+                    bound.refusals.add(self, nbytes)
+                else:
+                    bound.make_room(self, key, nbytes)
+                    self._write(path, content)
 
     def __contains__(self, key: object) -> bool:
         if not is_key(key):
@@ -178,18 +173,16 @@ class DirectoryStore(MaintainedStore):
             return files.remove_unused(path, used_ns)
 
     def keys(self) -> Iterator[str]:
-        return (path.stem for path in self._names() if _is_entry(path))
+        return (path.stem for path in self._paths())
 
     def entries(self) -> Iterator[StoredEntry]:
-        """Iterate over all entries. ``used_ns`` is the file's modification time: its last write,
-        touch, or read (recorded at most once a minute)."""
-        for path in self._names():
-            if _is_entry(path):
-                with files.explained("look at", path):
-                    status = files.status_of(path)
-                if status is not None:
-                    nbytes = status.st_size if stat.S_ISREG(status.st_mode) else 0
-                    yield StoredEntry(path.stem, nbytes, status.st_mtime_ns)
+        """Iterate over all entries. Reads count as uses at most once a minute."""
+        for path in self._paths():
+            with files.explained("look at", path):
+                status = files.status_of(path)
+            if status is not None:
+                nbytes = status.st_size if stat.S_ISREG(status.st_mode) else 0
+                yield StoredEntry(path.stem, nbytes, status.st_mtime_ns)
 
     def stats(self) -> StoreStats:
         sizes = [entry.nbytes for entry in self.entries()]
@@ -198,7 +191,6 @@ class DirectoryStore(MaintainedStore):
         return StoreStats(len(sizes), sum(sizes), evictions, refused)
 
     def entry_path(self, key: str) -> Path:
-        """Return the path of a key's entry. The file may not exist."""
         return self._objects / check_key(key)[:2] / f"{key}{_SUFFIX}"
 
     def describe(self, key: str) -> EntryInfo | None:
@@ -212,28 +204,28 @@ class DirectoryStore(MaintainedStore):
 
     def leftovers(self) -> Iterator[Path]:
         own = (self.path / name for name in files.names_in(self.path))
-        entries = (path for path in itertools.chain(own, self._names()) if is_temporary(path.name))
-        return itertools.chain(entries, self.sidecar.leftovers())
+        yield from (path for path in itertools.chain(own, self._names()) if is_temporary(path.name))
+        yield from self.sidecar.leftovers()
 
     def _load(self, key: str, *, use: bool) -> BlockKV | None:
         path = self.entry_path(key)
         with files.opened(path) as file:
             if file is None:
                 return None
-            kv = decoded(key, files.read_whole(file), path)
-            if use and kv is not None:
+            size = os.fstat(file.fileno()).st_size
+            kv = decoded(key, files.read_ranges(file, [(0, size)]), path)
+            if use:
                 files.mark_used(file.fileno(), _MARK_READ_S)
         return kv
 
     def _at_once(self, read: Callable[[str], T], keys: Sequence[str]) -> list[T]:
-        """Read concurrently: network shares have high latency, and checksums of large entries can
-        be computed in parallel."""
+        """Read concurrently, because network shares are slow and checksums take time."""
         if len(keys) < 2:
             return [read(key) for key in keys]
         reads = [self._readers.start(read, key) for key in keys]
         return [future.result() for future in reads]
 
-    def _part(self, choose: Callable[[Header], Mapping[int, range]], key: str) -> ReadResult:
+    def _part(self, choose: ChooseHeads, key: str) -> ReadResult:
         path = self.entry_path(key)
         try:
             with files.opened(path) as file:
@@ -241,7 +233,7 @@ class DirectoryStore(MaintainedStore):
                     return None
                 header = _read_header(path, file)
                 part = choose(header)
-                kv = decode_part(header, part, files.read_places(file, ranges(header, part)))
+                kv = decode_part(header, part, files.read_ranges(file, ranges(header, part)))
                 files.mark_used(file.fileno(), _MARK_READ_S)
                 return kv
         except StoreError as error:
@@ -261,26 +253,9 @@ class DirectoryStore(MaintainedStore):
             file.flush()
             files.mark_used(file.fileno())
 
-    def _write_within(self, bound: SizeBound, path: Path, content: bytes) -> None:
-        nbytes = len(content)
-        with bound.lock:
-            if nbytes > bound.max_bytes:
-                path.unlink(missing_ok=True)
-                bound.refusals.add(self, nbytes)
-                return
-            bound.make_room(
-                nbytes,
-                lambda: (entry for entry in self.entries() if entry.key != path.stem),
-                self.discard,
-            )
-            self._write(path, content)
-
     def _make(self, create: bool) -> None:
-        """Turn this directory into a store, unless another process has just done so.
-
-        A directory that contains only entries is accepted: it is a store whose mark was deleted,
-        for example while others wrote to it. The header of each entry contains the format version.
-        """
+        """Turn this directory into a store, unless another process has just done so. A directory
+        of entries is a store whose mark was deleted, for example while others wrote to it."""
         if not create:
             raise StoreError(f"No store at {self.path}: it has no {_MARK}")
         files.make_folder(self.path, parents=True)
@@ -296,11 +271,12 @@ class DirectoryStore(MaintainedStore):
             file.write(json.dumps(_MARKED).encode() + b"\n")
 
     def _foreign(self) -> Iterator[str]:
-        known = (_OBJECTS, RECIPE_FOLDER, SIDECAR)
-        own = files.names_in(self.path)
-        yield from (name for name in own if name not in known and not is_temporary(name))
-        shards = files.names_in(self._objects)
-        yield from (f"{_OBJECTS}/{name}" for name in shards if not _SHARD.fullmatch(name))
+        for name in files.names_in(self.path):
+            if name not in (_OBJECTS, RECIPE_FOLDER, SIDECAR) and not is_temporary(name):
+                yield name
+        for name in files.names_in(self._objects):
+            if not _SHARD.fullmatch(name):
+                yield f"{_OBJECTS}/{name}"
 
     def _names(self) -> Iterator[Path]:
         for shard in files.names_in(self._objects):
@@ -308,9 +284,11 @@ class DirectoryStore(MaintainedStore):
                 folder = self._objects / shard
                 yield from (folder / name for name in files.names_in(folder))
 
-
-def _is_entry(path: Path) -> bool:
-    return path.suffix == _SUFFIX and is_key(path.stem) and path.stem[:2] == path.parent.name
+    def _paths(self) -> Iterator[Path]:
+        for path in self._names():
+            key = path.stem
+            if path.suffix == _SUFFIX and is_key(key) and key[:2] == path.parent.name:
+                yield path
 
 
 def _read_header(path: Path, file: FileIO) -> Header:

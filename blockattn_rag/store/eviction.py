@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from blockattn_rag.store.base import KVStore, MaintainedStore, StoredEntry, age_s
@@ -14,10 +13,6 @@ logger = logging.getLogger("blockattn_rag")
 
 _SHARE = 64  # see SizeBound
 _LOOKS = 3  # Attempts to free space while entries are in use.
-
-Remove = Callable[[str, int], bool | None]
-"""Function that deletes a key's entry unless it was used after the specified time; see
-``MaintainedStore.discard``."""
 
 
 def check_max_bytes(max_bytes: int) -> None:
@@ -36,7 +31,6 @@ class Refusals:
         self.count = 0
 
     def add(self, store: KVStore, nbytes: int) -> None:
-        """Count an entry of ``nbytes`` bytes that is too large for ``store``."""
         with self._lock:
             self.count += 1
             is_first = self.count == 1
@@ -51,23 +45,18 @@ class Refusals:
             )
 
 
-def evict(
-    entries: Iterable[StoredEntry],
-    max_bytes: int,
-    remove: Remove,
-    *,
-    more_bytes: int = 0,
+def _evict(
+    store: MaintainedStore, max_bytes: int, *, more_bytes: int = 0, ignored: str = ""
 ) -> tuple[int, tuple[StoredEntry, ...]]:
-    """Delete the least recently used entries until the others take at most ``max_bytes``.
+    """Delete the least recently used entries until the others take at most ``max_bytes``. Returns
+    the total size of the remaining entries, and the deleted entries.
 
     Args:
         more_bytes: Additional bytes to free if any entry must be deleted, rounded down to complete
             entries.
-
-    Returns:
-        Total size of the remaining entries, and the deleted entries.
+        ignored: Key of an entry that is about to be replaced.
     """
-    known = [entry for entry in entries if entry.nbytes]
+    known = [entry for entry in store.entries() if entry.nbytes and entry.key != ignored]
     left, spare = sum(entry.nbytes for entry in known), more_bytes
     deleted: list[StoredEntry] = []
     if left <= max_bytes:
@@ -79,7 +68,7 @@ def evict(
             spare -= entry.nbytes
             if spare < 0:
                 break
-        removed = remove(entry.key, entry.used_ns)
+        removed = store.discard(entry.key, entry.used_ns)
         if removed:
             deleted.append(entry)
         if removed is not False:  # The entry is gone.
@@ -90,10 +79,9 @@ def evict(
 class SizeBound:
     """Frees space in a store before a write. Callers must hold ``lock``.
 
-    Listing all files for each write would be slow in a large store. A writer therefore lists them
-    only when it has written 1/64 of the size limit or runs out of space, and then frees up to 1/64
-    at once. With one writer, a store never exceeds its limit. Each additional writer may exceed it
-    by 1/64, or by one larger entry, until a writer lists the files again.
+    Listing all files for each write would be slow in a large store. A writer lists them only when
+    it has written 1/64 of the size limit or runs out of space, and then frees up to 1/64 at once.
+    Each additional writer may exceed the limit by 1/64, or by one larger entry, until then.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -104,17 +92,12 @@ class SizeBound:
         self.refusals = Refusals()
         self._room = 0  # Bytes to write before listing the files again.
 
-    def make_room(
-        self,
-        nbytes: int,
-        entries: Callable[[], Iterable[StoredEntry]],
-        remove: Remove,
-    ) -> None:
-        """Evict entries if needed before a write of ``nbytes`` (at most ``max_bytes``)."""
+    def make_room(self, store: MaintainedStore, key: str, nbytes: int) -> None:
+        """Evict entries if needed before an entry of ``nbytes`` (at most ``max_bytes``) is put."""
         if nbytes > self._room:
             share, most = self.max_bytes // _SHARE, self.max_bytes - nbytes
             for _ in range(_LOOKS):
-                left, deleted = evict(entries(), most, remove, more_bytes=share)
+                left, deleted = _evict(store, most, more_bytes=share, ignored=key)
                 self.evictions += len(deleted)
                 if left <= most:
                     break
@@ -148,6 +131,6 @@ def shrink(store: MaintainedStore, max_bytes: int) -> ShrinkReport:
         ValueError: ``max_bytes`` is not positive.
     """
     check_max_bytes(max_bytes)
-    left_bytes, deleted = evict(store.entries(), max_bytes, store.discard)
+    left_bytes, deleted = _evict(store, max_bytes)
     freed_bytes = sum(entry.nbytes for entry in deleted)
     return ShrinkReport(left_bytes, tuple(entry.key for entry in deleted), freed_bytes)

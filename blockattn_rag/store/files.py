@@ -32,7 +32,6 @@ _READ_ONLY = {errno.EACCES, errno.EPERM, errno.EROFS}
 
 @contextlib.contextmanager
 def explained(doing: str, path: Path) -> Iterator[None]:
-    """Convert an OSError to a StoreError that names the path."""
     try:
         yield
     except OSError as error:
@@ -53,9 +52,13 @@ def make_folder(path: Path, *, parents: bool = False) -> None:
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[FileIO | None]:
     """Open a regular file for reading. Yields None if it does not exist."""
+
+    def open_at_once(name: str, flags: int) -> int:
+        return os.open(name, flags | os.O_NONBLOCK)  # A named pipe would block.
+
     with explained("read", path):
         try:
-            file = open(path, "rb", buffering=0, opener=_open_at_once)  # noqa: SIM115
+            file = open(path, "rb", buffering=0, opener=open_at_once)  # noqa: SIM115
         except FileNotFoundError:
             yield None
             return
@@ -70,54 +73,30 @@ def opened(path: Path) -> Iterator[FileIO | None]:
                 yield file
 
 
-def _open_at_once(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NONBLOCK)  # A named pipe would block.
-
-
-def read_whole(file: FileIO) -> Tensor:
-    """Read a file into newly allocated memory, uint8 ``[size]``.
+def read_ranges(file: FileIO, ranges: Sequence[tuple[int, int]]) -> Tensor:
+    """Read and concatenate byte ranges (start, stop) of a file, uint8 in newly allocated memory.
 
     The file is not memory-mapped: truncating a mapped file kills the process that reads it
-    (SIGBUS), and the number of mappings is limited (65,530 on Linux). If a file is truncated during
-    the read, the returned tensor is shorter and fails its checksum.
+    (SIGBUS), and the number of mappings is limited (65,530 on Linux).
     """
-    raw = _memory(os.fstat(file.fileno()).st_size)
-    return raw[: _fill(raw.numpy().data, file)]
-
-
-def read_places(file: FileIO, places: Sequence[tuple[int, int]]) -> Tensor:
-    """Read and concatenate byte ranges (start, stop) of a file; see ``read_whole``."""
-    raw = _memory(sum(stop - start for start, stop in places))
+    size = sum(stop - start for start, stop in ranges)
+    try:
+        raw = torch.empty(size, dtype=torch.uint8)
+    except RuntimeError as error:  # Torch raises this if an allocation fails.
+        raise OSError(errno.ENOMEM, f"not enough memory for {size} bytes") from error
     view, at = raw.numpy().data, 0
-    for start, stop in places:
+    for start, stop in ranges:
         file.seek(start)
-        filled = _fill(view[at : at + stop - start], file)
-        if filled < stop - start:
-            raise FormatError(f"it ends at byte {start + filled}, before byte {stop}")
-        at += filled
+        while start < stop:
+            if not (count := file.readinto(view[at : at + stop - start])):
+                raise FormatError(f"it ends at byte {start}, before byte {stop}")
+            start, at = start + count, at + count
     return raw
 
 
-def _memory(size: int) -> Tensor:
-    try:
-        return torch.empty(size, dtype=torch.uint8)
-    except RuntimeError as error:  # Torch raises this if an allocation fails.
-        raise OSError(errno.ENOMEM, f"not enough memory for {size} bytes") from error
-
-
-def _fill(view: memoryview, file: FileIO) -> int:
-    filled = 0
-    while filled < len(view) and (count := file.readinto(view[filled:])):
-        filled += count
-    return filled
-
-
 def mark_used(descriptor: int, at_most_every_s: float = 0.0) -> None:
-    """Record a use of an open file, unless one was recorded in the last ``at_most_every_s``
-    seconds.
-
-    Does nothing in a read-only store.
-    """
+    """Record a use of an open file, at most once per ``at_most_every_s``. Does nothing in a
+    read-only store."""
     if at_most_every_s and age_s(os.fstat(descriptor).st_mtime_ns) < at_most_every_s:
         return
     now = time.time_ns()  # More precise than the timestamps set by the kernel.
@@ -129,11 +108,8 @@ def mark_used(descriptor: int, at_most_every_s: float = 0.0) -> None:
 
 
 def remove_unused(path: Path, used_ns: int) -> bool | None:
-    """Delete a file unless it was used or replaced since its modification time was ``used_ns``.
-
-    Returns:
-        True if it was deleted, False if it was used, None if it no longer existed.
-    """
+    """Delete a file unless it was used or replaced since its modification time was ``used_ns``;
+    see ``MaintainedStore.discard``."""
     aside, is_deleted = temporary_name(path), False
     try:
         os.rename(path, aside)
@@ -144,8 +120,7 @@ def remove_unused(path: Path, used_ns: int) -> bool | None:
                 is_deleted = True
         finally:
             if not is_deleted:
-                # A file written here in the meantime contains the same block, so it may be
-                # replaced.
+                # A file written here in the meantime has the same block, so it may be replaced.
                 os.replace(aside, path)
     except FileNotFoundError:
         return None
@@ -176,11 +151,14 @@ class FolderSidecar(Sidecar):
         return [str(path.relative_to(top)) for path in self._files(top, temporary=False)]
 
     def leftovers(self) -> Iterator[Path]:
-        """Iterate over the temporary files of running or killed writers."""
         return self._files(self._root, temporary=True)
 
     def read(self, paths: Sequence[str]) -> list[bytes | None]:
-        return [self._read(self._root / path) for path in paths]
+        contents: list[bytes | None] = []
+        for path in paths:
+            with opened(self._root / path) as file:
+                contents.append(None if file is None else file.read())
+        return contents
 
     def write(self, path: str, content: bytes) -> None:
         target = self._root / path
@@ -194,18 +172,13 @@ class FolderSidecar(Sidecar):
         with explained("delete", target):
             target.unlink(missing_ok=True)
 
-    def _read(self, path: Path) -> bytes | None:
-        with opened(path) as file:
-            return None if file is None else file.read()
-
     def _files(self, top: Path, *, temporary: bool) -> Iterator[Path]:
+        def raise_unless_missing(error: OSError) -> None:
+            if not isinstance(error, FileNotFoundError):
+                raise error
+
         with explained("list", top):
-            for folder, _, names in os.walk(top, onerror=_raise_unless_missing):
+            for folder, _, names in os.walk(top, onerror=raise_unless_missing):
                 for name in sorted(names):
                     if is_temporary(name) == temporary:
                         yield Path(folder) / name
-
-
-def _raise_unless_missing(error: OSError) -> None:
-    if not isinstance(error, FileNotFoundError):
-        raise error

@@ -1,8 +1,8 @@
 """Encoding of entries as safetensors files, with checksums for each tensor and the header.
 
 These pure functions convert a ``BlockKV`` to bytes and back. ``docs/format.md`` is the
-specification. ``store.layout`` defines the tensors, and ``store.header`` the metadata. Stores use
-``encoded`` and ``decoded``, which also check keys and name the entry's location in errors.
+specification. Stores use ``encoded`` and ``decoded``, which also check keys and name the entry's
+location in errors.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
 
 import torch
 from safetensors.torch import save
@@ -21,22 +20,16 @@ from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.kv.quantization import KVScales
 from blockattn_rag.store import checks
 from blockattn_rag.store.header import (
+    TOKEN_IDS,
     FormatError,
     Header,
+    Layout,
     checksum,
     header_end,
     metadata,
     parse_header,
+    tensor_name,
 )
-from blockattn_rag.store.layout import TOKEN_IDS, Layout, tensor_name
-
-
-class ByteRange(NamedTuple):
-    """Byte range in an entry, relative to its start."""
-
-    start: int
-    stop: int
-
 
 HeadsByLayer = Mapping[int, range]
 """Part of an entry: the heads to read, by layer. All layers of a group have the same heads."""
@@ -59,37 +52,30 @@ def encode(kv: BlockKV) -> bytes:
 
 
 def decode(raw: Tensor) -> BlockKV:
-    """Decode an entry. Keys and values are views of ``raw``.
+    """Decode an entry, uint8 ``[size]``. Keys and values are views of ``raw``.
 
     Each layer is ``[heads, tokens, dim]``, with contiguous heads. Contents are validated even if
     all checksums match, because an attacker can compute valid checksums.
-
-    Args:
-        raw: uint8 ``[size]``.
     """
     view = raw.numpy().data
-    end = header_end(view)
-    header = parse_header(view[:end], len(view))
+    header = parse_header(view, len(view))
     layers = {n: range(layer.heads) for n, layer in enumerate(header.layout.layers)}
-    return decode_part(header, layers, raw[end:])
+    return decode_part(header, layers, raw[header_end(view) :])
 
 
-def ranges(header: Header, part: HeadsByLayer) -> list[ByteRange]:
-    """Return the byte ranges of the token ids and of a part, sorted and merged."""
-    merged: list[ByteRange] = []
+def ranges(header: Header, part: HeadsByLayer) -> list[tuple[int, int]]:
+    """Return the byte ranges (start, stop) of the token ids and of a part, sorted and merged."""
+    merged: list[tuple[int, int]] = []
     for start, stop in (header.places[name][2:] for name in _names(header, part)):
-        if merged and merged[-1].stop == start:
-            start = merged.pop().start
-        merged.append(ByteRange(start, stop))
+        if merged and merged[-1][1] == start:
+            start, _ = merged.pop()
+        merged.append((start, stop))
     return merged
 
 
 def decode_part(header: Header, part: HeadsByLayer, data: Tensor) -> BlockKV:
-    """Decode part of an entry as a block with the entry's key.
-
-    Args:
-        data: Concatenated bytes of ``ranges``, uint8. Keys and values may be views of it.
-    """
+    """Decode part of an entry as a block with the entry's key. ``data``: Concatenated bytes of
+    ``ranges``, uint8. Keys and values may be views of it."""
     layout, tensors, at = header.layout, dict[str, Tensor](), 0
     for name in _names(header, part):
         stop = at + header.places[name].nbytes
@@ -110,14 +96,27 @@ def decode_part(header: Header, part: HeadsByLayer, data: Tensor) -> BlockKV:
                 # Copy the layers: a view would keep the other layers in memory.
                 states[kind][layer] = state if len(own) == len(members) else state.clone()
     by_layer = {kind: [part[layer] for layer in sorted(part)] for kind, part in states.items()}
-    kv = _block(header, token_ids, by_layer)
+    scales = None
+    if layout.quantized:
+        key_scales = tuple(scale.unsqueeze(1) for scale in by_layer["key_scales"])
+        value_scales = tuple(scale.unsqueeze(2) for scale in by_layer["value_scales"])
+        scales = KVScales(key_scales, value_scales, header.dtype)
+    kv = BlockKV(
+        keys=tuple(by_layer["keys"]),
+        values=tuple(by_layer["values"]),
+        token_ids=token_ids,
+        fingerprint=header.fingerprint,
+        digest=header.digest,
+        handle=header.handle,
+        scales=scales,
+        namespace=header.namespace,
+    )
     if layout.quantized and not checks.is_finite(kv):
         raise FormatError(f"its scales are too large for {header.dtype}")
     return kv
 
 
 def check_entry_key(key: str, entry: BlockKV | Header, place: object) -> None:
-    """Raise FingerprintMismatchError if the entry at ``place`` does not have this key."""
     if entry.key != key:
         raise FingerprintMismatchError(
             f"{place} contains the entry of another text, model or tenant, whose key is "
@@ -126,14 +125,12 @@ def check_entry_key(key: str, entry: BlockKV | Header, place: object) -> None:
 
 
 def encoded(key: str, kv: BlockKV, place: object) -> bytes:
-    """Encode a block as bytes, after checking that it belongs under ``key``."""
     checks.check_entry(key, kv)
     checks.check_finite(kv, place)
     return encode(kv)
 
 
 def decoded(key: str, raw: Tensor, place: object) -> BlockKV:
-    """Decode the entry of ``key`` from the bytes at ``place``, uint8 ``[size]``."""
     with damage_reported(place):
         kv = decode(raw)
     check_entry_key(key, kv, place)
@@ -142,7 +139,6 @@ def decoded(key: str, raw: Tensor, place: object) -> BlockKV:
 
 @contextmanager
 def damage_reported(place: object) -> Iterator[None]:
-    """Convert a FormatError to a CorruptEntryError that names the entry's location."""
     try:
         yield
     except FormatError as error:
@@ -159,7 +155,7 @@ def _names(header: Header, part: HeadsByLayer) -> list[str]:
     layout, names = header.layout, [TOKEN_IDS]
     for number, (_, members) in enumerate(layout.groups):
         heads = next((part[layer] for layer in members if layer in part), range(0))
-        names += [tensor_name(*each, number) for each in itertools.product(heads, layout.kinds)]
+        names += [tensor_name(head, kind, number) for head in heads for kind in layout.kinds]
     return sorted(names, key=lambda name: header.places[name].start)
 
 
@@ -183,21 +179,3 @@ def _stacked(heads: Sequence[Tensor]) -> Tensor:
     if not is_even or len({head.untyped_storage().data_ptr() for head in heads}) > 1:
         return torch.stack([*heads])
     return first.as_strided((len(heads), *first.shape), (step, *first.stride()), offsets[0])
-
-
-def _block(header: Header, token_ids: Tensor, by_layer: Mapping[str, Sequence[Tensor]]) -> BlockKV:
-    scales = None
-    if header.layout.quantized:
-        keys = tuple(scale.unsqueeze(1) for scale in by_layer["key_scales"])
-        values = tuple(scale.unsqueeze(2) for scale in by_layer["value_scales"])
-        scales = KVScales(keys, values, header.dtype)
-    return BlockKV(
-        keys=tuple(by_layer["keys"]),
-        values=tuple(by_layer["values"]),
-        token_ids=token_ids,
-        fingerprint=header.fingerprint,
-        digest=header.digest,
-        handle=header.handle,
-        scales=scales,
-        namespace=header.namespace,
-    )

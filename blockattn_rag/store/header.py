@@ -1,4 +1,7 @@
-"""Header of an entry: metadata, and the locations of tensors in a safetensors file.
+"""Header of an entry: metadata, and the layout and locations of its tensors (``docs/format.md``).
+
+Layers of equal shape and dtype form a group. Each head of a group has one key tensor and one value
+tensor, so that a tensor-parallel rank reads complete tensors and can verify their checksums.
 
 Files are written with the safetensors library. It can read metadata and single tensors only from
 local files, so headers are parsed here.
@@ -8,6 +11,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from io import FileIO
 from typing import Any, BinaryIO, NamedTuple
 
@@ -17,10 +22,10 @@ import xxhash
 from blockattn_rag.kv.block_kv import BlockKV, store_key
 from blockattn_rag.store import checks
 from blockattn_rag.store.checks import TensorSpec
-from blockattn_rag.store.layout import TOKEN_IDS, LayerShape, Layout, tensor_name
 
 FORMAT = "blockattn_rag.kv"
 VERSION = 3
+TOKEN_IDS = "token_ids"
 
 _LENGTH_BYTES = 8
 _MOST_HEADER_BYTES = 1 << 22
@@ -35,22 +40,98 @@ class FormatError(ValueError):
     """Raised if bytes are not a complete and intact entry of this format version."""
 
 
-class Header(NamedTuple):
-    """Header of an entry.
+class LayerShape(NamedTuple):
+    """Number of key-value heads of a layer, head sizes, and stored dtypes."""
 
-    Args:
-        dtype: Dtype of keys and values; in an int8 entry, the dtype before quantization.
-        places: Dtype, shape and byte range of each tensor, relative to the start of the entry.
-        checksums: Checksum of each tensor.
+    heads: int
+    key_size: int
+    value_size: int
+    key_dtype: torch.dtype
+    value_dtype: torch.dtype
+
+
+@dataclass(frozen=True)  # No slots, because of the cached properties.
+class Layout:
+    """Shapes and dtypes of an entry's tensors."""
+
+    num_tokens: int
+    layers: tuple[LayerShape, ...]
+    quantized: bool = False
+
+    @classmethod
+    def of(cls, kv: BlockKV) -> Layout:
+        layers = tuple(
+            LayerShape(k.shape[0], k.shape[2], v.shape[2], k.dtype, v.dtype)
+            for k, v in zip(kv.keys, kv.values, strict=True)
+        )
+        return cls(kv.num_tokens, layers, kv.scales is not None)
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        scales = ("key_scales", "value_scales") if self.quantized else ()
+        return ("keys", "values", *scales)
+
+    @cached_property
+    def groups(self) -> tuple[tuple[LayerShape, tuple[int, ...]], ...]:
+        """Shape and indices of the layers of each group, ordered by their first layers."""
+        groups: dict[LayerShape, list[int]] = {}
+        for layer, shape in enumerate(self.layers):
+            groups.setdefault(shape, []).append(layer)
+        return tuple((shape, tuple(layers)) for shape, layers in groups.items())
+
+    @cached_property
+    def tensors(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]]
+        tensors = {TOKEN_IDS: (torch.int64, (self.num_tokens,))}
+        for number, (shape, layers) in enumerate(self.groups):
+            count, tokens = len(layers), self.num_tokens
+            specs = {
+                "keys": (shape.key_dtype, (count, tokens, shape.key_size)),
+                "values": (shape.value_dtype, (count, tokens, shape.value_size)),
+                # Keys have one scale per channel, values one per token.
+                "key_scales": (torch.float32, (count, shape.key_size)),
+                "value_scales": (torch.float32, (count, tokens)),
+            }
+            for head in range(shape.heads):
+                tensors |= {tensor_name(head, kind, number): specs[kind] for kind in self.kinds}
+        return tensors
+
+    @property
+    def most_header_bytes(self) -> int:
+        """Upper bound of the header size, including the length field, for any number of tokens."""
+        return 3072 + 8 * len(self.layers) + 256 * len(self.tensors)
+
+
+def tensor_name(head: int, kind: str, group: int) -> str:
+    """Name of a tensor. Files are sorted by dtype and name, so consecutive heads are adjacent."""
+    return f"head.{head:04}.{kind}.{group:02}"
+
+
+def share_of(rank: int, ranks: int, count: int) -> range:
+    """Return the indices of the heads or layers of a rank, out of ``count``.
+
+    If there are more ranks than heads, neighboring ranks share a head, as in engines that replicate
+    key-value heads.
     """
+    if not 0 <= rank < ranks or count < 1:
+        raise ValueError(
+            f"Expected a rank from 0 to {ranks - 1} and a count of at least 1, "
+            f"found rank {rank} of {ranks} and count {count}"
+        )
+    start = rank * count // ranks
+    return range(start, max(start + 1, (rank + 1) * count // ranks))
+
+
+class Header(NamedTuple):
+    """Header of an entry."""
 
     fingerprint: str
     digest: str
     handle: str
     namespace: str
-    dtype: torch.dtype
+    dtype: torch.dtype  # Of keys and values; in an int8 entry, before quantization.
     layout: Layout
-    places: Mapping[str, TensorSpec]
+    places: Mapping[str, TensorSpec]  # By tensor name, like the checksums.
     checksums: Mapping[str, str]
 
     @property
@@ -68,12 +149,8 @@ class Header(NamedTuple):
 
 
 def read_header(file: BinaryIO | FileIO, size: int) -> Header:
-    """Read and verify the header of an entry of ``size`` bytes."""
     start = file.read(_LENGTH_BYTES) or b""
-    end = header_end(start)
-    if end > size:
-        raise FormatError("it ends within its header")
-    return parse_header(start + (file.read(end - len(start)) or b""), size)
+    return parse_header(start + (file.read(header_end(start) - len(start)) or b""), size)
 
 
 def header_end(head: Buffer) -> int:
@@ -89,11 +166,11 @@ def header_end(head: Buffer) -> int:
 
 
 def parse_header(head: Buffer, size: int) -> Header:
-    """Parse and verify the first ``header_end`` bytes of an entry of ``size`` bytes."""
-    if len(head) < header_end(head):
+    """Parse and verify the header of an entry of ``size`` bytes, given its first bytes."""
+    if len(head) < (end := header_end(head)):
         raise FormatError("it ends within its header")
     try:
-        fields = json.loads(bytes(head[_LENGTH_BYTES:]), object_pairs_hook=_distinct)
+        fields = json.loads(bytes(head[_LENGTH_BYTES:end]), object_pairs_hook=_distinct)
         about = fields.pop("__metadata__", {})
         if about.get("format") != FORMAT:
             raise FormatError(f"it is not a {FORMAT} entry")
@@ -101,7 +178,7 @@ def parse_header(head: Buffer, size: int) -> Header:
             raise FormatError(
                 f"it has format version {version!r:.20}; this package reads {str(VERSION)!r}"
             )
-        return _described(about, fields, len(head), size)
+        return _described(about, fields, end, size)
     except FormatError:
         raise
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
@@ -109,14 +186,13 @@ def parse_header(head: Buffer, size: int) -> Header:
 
 
 def metadata(kv: BlockKV, layout: Layout, checksums: Mapping[str, str]) -> dict[str, str]:
-    """Build the metadata of a block's entry."""
     texts = {name: getattr(kv, name) for name in _TEXTS}
     if (length := len(json.dumps(texts))) > _MOST_TEXT_BYTES:
         raise ValueError(
             f"fingerprint, digest, handle and namespace take {length} bytes together: expected at "
             f"most {_MOST_TEXT_BYTES}"
         )
-    groups = {layer: n for n, group in enumerate(layout.groups) for layer in group.layers}
+    groups = {layer: n for n, (_, group) in enumerate(layout.groups) for layer in group}
     dtype = kv.keys[0].dtype if kv.scales is None else kv.scales.dtype
     about = {
         "format": FORMAT,
@@ -135,13 +211,11 @@ def checksum(content: Buffer) -> str:
 
 
 def _header_checksum(about: Mapping[str, str], layout: Layout) -> str:
-    """Compute the checksum of the metadata and of the tensors' names, dtypes and shapes."""
     shapes = {name: [checks.DTYPE_NAMES[d], *shape] for name, (d, shape) in layout.tensors.items()}
     return checksum(json.dumps([about, shapes], sort_keys=True, separators=(",", ":")).encode())
 
 
 def _described(about: dict[str, Any], fields: dict[str, Any], start: int, size: int) -> Header:
-    """Build a header from its JSON fields."""
     about = {name: checks.check_text(value) for name, value in about.items()}
     expected = about.pop(_HEADER)
     places = {name: _place(field, start) for name, field in fields.items()}

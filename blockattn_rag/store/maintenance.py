@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from blockattn_rag.errors import StoreError
@@ -53,7 +52,7 @@ class Tally:
         return self.count > 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class VerifyReport:
     """Result of ``verify``.
 
@@ -69,17 +68,17 @@ class VerifyReport:
         leftovers: Temporary files of running or killed writers. ``gc`` deletes old ones.
     """
 
-    ok: int
-    total_bytes: int
-    skipped: int
-    damaged: Tally
-    unread: Tally
-    deleted: int
-    errors: Tally
-    leftovers: Tally
+    ok: int = 0
+    total_bytes: int = 0
+    skipped: int = 0
+    damaged: Tally = field(default_factory=Tally)
+    unread: Tally = field(default_factory=Tally)
+    deleted: int = 0
+    errors: Tally = field(default_factory=Tally)
+    leftovers: Tally = field(default_factory=Tally)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class GcReport:
     """Result of ``gc``. With ``dry_run``, the result of an equivalent real run.
 
@@ -96,52 +95,25 @@ class GcReport:
         other: Number of entries that were ignored because they are in other namespaces.
     """
 
-    kept: int
-    kept_young: int
-    deleted: Tally
-    expired: int
-    freed_bytes: int
-    leftovers: Tally
-    errors: Tally
-    dry_run: bool
-    other: int
+    kept: int = 0
+    kept_young: int = 0
+    deleted: Tally = field(default_factory=Tally)
+    expired: int = 0
+    freed_bytes: int = 0
+    leftovers: Tally = field(default_factory=Tally)
+    errors: Tally = field(default_factory=Tally)
+    dry_run: bool = False
+    other: int = 0
 
 
 class _Verdict(NamedTuple):
-    """Result of ``verify`` or ``gc`` for one entry.
-
-    Args:
-        outcome: Name of the counter to increment.
-        nbytes: Size of the entry if it counts toward the total, else 0.
-        reason: Why the entry is damaged, could not be read, or was deleted.
-        error: Why the entry could not be checked or deleted.
-    """
+    """Result of ``verify`` or ``gc`` for one entry."""
 
     key: str
     outcome: str = "gone"
-    nbytes: int = 0
-    reason: str = ""
-    error: str = ""
-
-
-def _added_up(
-    verdicts: Iterable[_Verdict],
-    note: Callable[[_Verdict], None],
-    progress: Callable[[int], None] | None,
-) -> tuple[Counter[str], int, Tally]:
-    """Return outcome counts, total bytes, and errors. Calls ``note`` for verdicts with a reason."""
-    counts: Counter[str] = Counter()
-    nbytes, errors = 0, Tally()
-    for done, verdict in enumerate(verdicts, start=1):
-        counts[verdict.outcome] += 1
-        nbytes += verdict.nbytes
-        if verdict.reason:
-            note(verdict)
-        if verdict.error:
-            errors.add(verdict.key, verdict.error)
-        if progress is not None:
-            progress(done)
-    return counts, nbytes, errors
+    nbytes: int = 0  # Size of an intact or deleted entry.
+    reason: str = ""  # Why the entry is damaged, could not be read, or was deleted.
+    error: str = ""  # Why the entry could not be checked or deleted.
 
 
 def verify(
@@ -174,38 +146,32 @@ def verify(
     if not 0 < sample <= 1:
         raise ValueError(f"sample must be more than 0 and at most 1, found {sample!r}")
     parts = math.ceil(1 / sample - 1e-9)  # The epsilon absorbs rounding errors.
-    skipped = 0
-    damaged, unread, leftovers = Tally(), Tally(), Tally()
+    report = VerifyReport()
 
     def sampled() -> Iterator[StoredEntry]:
-        nonlocal skipped
         for entry in store.entries():  # Keys are digests, so parts have equal sizes.
             if int(entry.key[-15:], 16) * parts >> 60 == seed % parts:
                 yield entry
             else:
-                skipped += 1
+                report.skipped += 1
 
-    def note(verdict: _Verdict) -> None:
-        tally = unread if verdict.outcome == "unread" else damaged
-        tally.add(verdict.key, verdict.reason)
-        if on_damage is not None:
-            on_damage(verdict.key, verdict.reason)
-
-    check = partial(_check, store, delete_damaged)
-    verdicts = _at_once(check, sampled(), _WHOLE_AT_ONCE)
-    counts, total_bytes, errors = _added_up(verdicts, note, progress)
+    verdicts = _at_once(partial(_check, store, delete_damaged), sampled(), _WHOLE_AT_ONCE)
+    for done, verdict in enumerate(verdicts, start=1):
+        report.ok += verdict.outcome == "ok"
+        report.deleted += verdict.outcome == "deleted"
+        report.total_bytes += verdict.nbytes
+        if verdict.reason:
+            tally = report.unread if verdict.outcome == "unread" else report.damaged
+            tally.add(verdict.key, verdict.reason)
+            if on_damage is not None:
+                on_damage(verdict.key, verdict.reason)
+        if verdict.error:
+            report.errors.add(verdict.key, verdict.error)
+        if progress is not None:
+            progress(done)
     for path in store.leftovers():
-        leftovers.add(str(path), "temporary file")
-    return VerifyReport(
-        ok=counts["ok"],
-        total_bytes=total_bytes,
-        skipped=skipped,
-        damaged=damaged,
-        unread=unread,
-        deleted=counts["deleted"],
-        errors=errors,
-        leftovers=leftovers,
-    )
+        report.leftovers.add(str(path), "temporary file")
+    return report
 
 
 def _check(store: MaintainedStore, delete_damaged: bool, entry: StoredEntry) -> _Verdict:
@@ -245,11 +211,9 @@ def gc(
     during ingestion count as uses. An entry that is used while ``gc`` runs is kept. If a deleted
     entry is needed later, its block is encoded again.
 
-    Texts with the same tokens share an entry, which has the handles of all ingested texts
-    (``KVStore.claim``). Entries without a handle, which were encoded by a server or are shared by
-    many texts, are deleted only by ``ttl_s``. Object stores record only writes, so ``gc`` may
-    delete an old entry that a running ingestion reuses, if the ingestion adds the passage after
-    ``live_handles`` was collected.
+    Entries without a handle, which were encoded by a server or are shared by many texts, are
+    deleted only by ``ttl_s``. Object stores record only writes, so ``gc`` may delete an old entry
+    that a running ingestion reuses, if it adds the passage after ``live_handles`` was collected.
 
     Args:
         live_handles: Handles (``BlockKV.handle``) of all referenced blocks. None: all blocks count
@@ -278,7 +242,7 @@ def gc(
             f"The time to live ({ttl_s:g} s) is shorter than the grace period ({grace_s:g} s), "
             "during which nothing is deleted; shorten the grace period too"
         )
-    deleted, leftovers = Tally(), Tally()
+    report = GcReport(dry_run=dry_run)
 
     def judge(key: str) -> _Verdict:
         try:
@@ -291,35 +255,46 @@ def gc(
                 return _Verdict(key, outcome)
             if dry_run or store.discard(key, info.used_ns):
                 return _Verdict(key, outcome, info.nbytes, reason)
-            return _Verdict(key, "used")  # The entry was used in the meantime.
+            return _Verdict(key)  # The entry was used in the meantime.
         except StoreError as error:
             return _Verdict(key, error=str(error))
 
-    verdicts = _at_once(judge, store.keys(), _HEADERS_AT_ONCE)
-    counts, freed_bytes, errors = _added_up(
-        verdicts, lambda verdict: deleted.add(verdict.key, verdict.reason), progress
-    )
-    freed_bytes += _sweep_leftovers(store.leftovers(), grace_s, dry_run, leftovers, errors)
-    return GcReport(
-        kept=counts["kept"],
-        kept_young=counts["young"],
-        deleted=deleted,
-        expired=counts["expired"],
-        freed_bytes=freed_bytes,
-        leftovers=leftovers,
-        errors=errors,
-        dry_run=dry_run,
-        other=counts["other"],
-    )
+    for done, verdict in enumerate(_at_once(judge, store.keys(), _HEADERS_AT_ONCE), start=1):
+        report.kept += verdict.outcome == "kept"
+        report.kept_young += verdict.outcome == "young"
+        report.expired += verdict.outcome == "expired"
+        report.other += verdict.outcome == "other"
+        report.freed_bytes += verdict.nbytes
+        if verdict.reason:
+            report.deleted.add(verdict.key, verdict.reason)
+        if verdict.error:
+            report.errors.add(verdict.key, verdict.error)
+        if progress is not None:
+            progress(done)
+    for path in store.leftovers():
+        try:
+            status = path.stat()
+            if age_s(status.st_mtime_ns) < grace_s:
+                continue
+            if not dry_run:
+                path.unlink()
+            report.leftovers.add(str(path), "temporary file")
+            report.freed_bytes += status.st_size
+        except FileNotFoundError:  # The writer has finished.
+            continue
+        except OSError as error:
+            report.errors.add(str(path), f"Cannot delete {path}: {error.strerror or error}")
+    return report
 
 
 def _outcome(
     info: EntryInfo, live_handles: Collection[str] | None, grace_s: float, ttl_s: float | None
 ) -> tuple[str, str]:
-    """Return the ``gc`` counter for an entry, and the reason if the entry should be deleted."""
-    handles = info.handles  # Entries encoded by a server have no handles.
+    # Entries encoded by a server have no handles.
     is_live = (
-        live_handles is None or not handles or any(handle in live_handles for handle in handles)
+        live_handles is None
+        or not info.handles
+        or any(handle in live_handles for handle in info.handles)
     )
     is_unused = ttl_s is not None and info.age_s >= ttl_s
     if is_live and not is_unused:
@@ -330,33 +305,9 @@ def _outcome(
     return ("expired" if is_live else "dead"), reason
 
 
-def _sweep_leftovers(
-    paths: Iterable[Path], grace_s: float, dry_run: bool, leftovers: Tally, errors: Tally
-) -> int:
-    """Delete old temporary files. Returns their total size in bytes."""
-    freed_bytes = 0
-    for path in paths:
-        try:
-            status = path.stat()
-            if age_s(status.st_mtime_ns) < grace_s:
-                continue
-            if not dry_run:
-                path.unlink()
-            leftovers.add(str(path), "temporary file")
-            freed_bytes += status.st_size
-        except FileNotFoundError:  # The writer has finished.
-            continue
-        except OSError as error:
-            errors.add(str(path), f"Cannot delete {path}: {error.strerror or error}")
-    return freed_bytes
-
-
 def describe_all(store: MaintainedStore) -> Iterator[tuple[str, EntryInfo | StoreError | None]]:
-    """Yield the key and header of each entry (``describe``), reading several concurrently.
-
-    Instead of a header, yields None for an entry that was deleted in the meantime, and a StoreError
-    for one that cannot be read.
-    """
+    """Yield the key of each entry, and its header, or None if it was deleted in the meantime, or
+    the StoreError if it cannot be read. Reads several entries concurrently."""
 
     def described(key: str) -> tuple[str, EntryInfo | StoreError | None]:
         try:

@@ -116,11 +116,10 @@ class MemoryStore(KVStore):
         return kv is not None
 
 
-def host_copy(kv: BlockKV, *, page_locked: bool | None = None) -> BlockKV:
-    """Copy a block to host memory."""
-    locked = torch.cuda.is_available() if page_locked is None else page_locked
+def host_copy(kv: BlockKV) -> BlockKV:
+    """Copy a block to host memory, page-locked if CUDA is available."""
     copy = kv.copy_to(torch.device("cpu"))
-    if not locked:
+    if not torch.cuda.is_available():
         return copy
     layers = [[t.pin_memory() for t in copy.tensors(layer)] for layer in range(copy.num_layers)]
     return copy.with_tensors(layers)

@@ -1,8 +1,5 @@
-"""Namespaces, which isolate the tenants of a store.
-
-The namespace is part of every key (``kv.store_key``), so response times do not reveal which blocks
-are stored for other tenants.
-"""
+"""Namespaces, which isolate the tenants of a store: a namespace is part of every key, so response
+times do not reveal which blocks are stored for other tenants."""
 
 from __future__ import annotations
 
@@ -25,8 +22,7 @@ def check_namespace(name: object) -> str:
 
 
 def is_of(namespace: str, names: Collection[str]) -> bool:
-    """Whether an entry's namespace, or the namespace that it is the private part of, is in
-    ``names``."""
+    """Whether an entry's namespace is in ``names``, or is the private part of one of them."""
     return namespace.removesuffix(_PRIVATE) in names
 
 
@@ -57,10 +53,8 @@ class Access:
     def namespaces(self, *, private: bool) -> tuple[str, ...]:
         """Return the namespaces to look a block up in, in order. The first one is also written to.
 
-        Args:
-            private: Whether the block is neither a passage nor a system message. These blocks are
-                kept in a separate part of the namespace, so that response times do not reveal to
-                users which passages are stored.
+        Private blocks are neither passages nor system messages. They are kept in a separate part of
+        the namespace, so that response times do not reveal to users which passages are stored.
         """
         if private:
             return (self.namespace + _PRIVATE,)

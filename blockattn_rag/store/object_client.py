@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import torch
@@ -18,7 +18,6 @@ from blockattn_rag.errors import CorruptEntryError, StoreError
 from blockattn_rag.lazy import missing_extra
 from blockattn_rag.store.base import SIDECAR, Sidecar
 from blockattn_rag.store.concurrency import Readers, deadline, outcome, remaining
-from blockattn_rag.store.format import ByteRange
 from blockattn_rag.store.urls import reason
 
 if TYPE_CHECKING:
@@ -35,15 +34,11 @@ _BACKOFF_S = (0.1, 2.0)
 _S3_SERVERS = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT")
 
 
-Choose = Callable[[memoryview, int], Sequence[ByteRange]]
+Choose = Callable[[memoryview, int], Sequence[tuple[int, int]]]
 """Function that selects byte ranges of an object from its first bytes and its size."""
 
-
-class _Read(NamedTuple):
-    """Read in progress: the buffer, and the pending reads of the remaining parts."""
-
-    raw: Tensor
-    parts: list[Future[None]]
+_Read = tuple[Tensor, list[Future[None]]]
+"""Read in progress: the buffer, and the pending reads of the remaining parts."""
 
 
 class ObjectClient:
@@ -59,32 +54,28 @@ class ObjectClient:
         return f"{self.url}/{path}"
 
     def read_many(self, paths: Sequence[str]) -> list[Tensor | StoreError | None]:
-        """Read complete objects concurrently, with one deadline for all.
-
-        Returns:
-            For each path: its content, uint8 ``[size]`` in newly allocated memory; None if it does
-            not exist; or an error.
-        """
-        return self.read_ranges([(path, _whole) for path in paths], _PART_BYTES)
+        """Read complete objects concurrently, with one deadline for all. The contents are uint8
+        ``[size]`` in newly allocated memory, or None for an object that does not exist."""
+        return self.read_ranges(
+            [(path, lambda _, size: [(0, size)]) for path in paths], _PART_BYTES
+        )
 
     def read_ranges(
         self, requests: Sequence[tuple[str, Choose]], first_bytes: int
     ) -> list[Tensor | StoreError | None]:
         """Read byte ranges of objects, and concatenate the ranges of each object.
 
-        Args:
-            requests: Paths, each with a function that selects the ranges to read. If the function
-                raises a StoreError, that error is returned.
-            first_bytes: Number of bytes in the first read. Ranges within them need no further read.
+        The first read of an object has ``first_bytes`` bytes. Ranges within them need no further
+        read. If ``Choose`` raises a StoreError, that error is returned.
         """
         until = deadline(self.deadline_s)
         start = self._readers.start
         reads = [start(self._begin, path, choose, first_bytes, until) for path, choose in requests]
-        paths = [path for path, _ in requests]
-        return [self._finish(*each, until) for each in zip(paths, reads, strict=True)]
+        return [
+            self._finish(path, read, until) for (path, _), read in zip(requests, reads, strict=True)
+        ]
 
     def read_start(self, path: str, nbytes: int) -> tuple[bytes, ObjectMeta] | None:
-        """Read an object's first ``nbytes`` bytes, and its metadata. None if it does not exist."""
         read = self._readers.start(self._range, path, 0, nbytes)
         start = outcome(read, deadline(self.deadline_s), f"read {self.place(path)}")
         return None if start is None else (bytes(start[0]), start[1])
@@ -94,7 +85,6 @@ class ObjectClient:
         return outcome(read, deadline(self.deadline_s), f"look for {self.place(path)}")
 
     def write(self, path: str, content: bytes) -> None:
-        """Write or replace an object atomically."""
         with self._explained("write", path):
             self._backend.put(path, content, chunk_size=_WRITTEN_PART_BYTES)
 
@@ -109,16 +99,13 @@ class ObjectClient:
         return True
 
     def list(self, folder: str) -> Iterator[ObjectMeta]:
-        """Iterate over the objects in a folder and its subfolders, one page per request."""
         with self._explained("list", folder):
             for page in self._backend.list(folder, chunk_size=_PAGE):
                 yield from page
 
     def _begin(self, path: str, choose: Choose, first_bytes: int, until: float) -> _Read | None:
-        """Read the first part of an object, select the ranges, and start reading them.
-
-        After the deadline, no further read is started, because it would delay later reads.
-        """
+        """Read the first part of an object, select the ranges, and start reading them, unless the
+        deadline has passed: further reads would delay later ones."""
         head = self._range(path, 0, first_bytes)
         if head is None:
             return None
@@ -145,7 +132,7 @@ class ObjectClient:
                 room = view[at + begin - start : at + end - start]
                 parts.append(self._readers.start(fill, room, begin, end))
             at += stop - start
-        return _Read(raw, parts)
+        return raw, parts
 
     def _fill(self, path: str, room: memoryview, start: int, stop: int, e_tag: str | None) -> None:
         part = self._range(path, start, stop, e_tag)
@@ -167,14 +154,14 @@ class ObjectClient:
             begun = outcome(read, until, doing)
             if begun is None:
                 return None
-            parts = begun.parts
+            raw, parts = begun
             for part in parts:
                 outcome(part, until, doing)
         except StoreError as error:
             for part in parts:
                 part.cancel()
             return error
-        return begun.raw
+        return raw
 
     def _range(
         self, path: str, start: int, stop: int, e_tag: str | None = None
@@ -190,13 +177,13 @@ class ObjectClient:
             except FileNotFoundError:
                 return None
             except Exception as error:
-                if not start and "range" in str(error).lower() and self._is_empty(path):
-                    raise CorruptEntryError(f"{self.place(path)} is damaged: it is empty") from None
+                if not start and "range" in str(error).lower():
+                    head = self._head(path)
+                    if head is not None and head["size"] == 0:
+                        raise CorruptEntryError(
+                            f"{self.place(path)} is damaged: it is empty"
+                        ) from None
                 raise
-
-    def _is_empty(self, path: str) -> bool:
-        head = self._head(path)
-        return head is not None and head["size"] == 0
 
     def _head(self, path: str) -> ObjectMeta | None:
         with self._explained("look for", path):
@@ -207,10 +194,10 @@ class ObjectClient:
 
     @contextmanager
     def _explained(self, doing: str, path: str) -> Iterator[None]:
-        """Convert client-library errors to StoreErrors that name the object."""
         from obstore.exceptions import BaseError
 
-        if not _has_its_threads():
+        # In a fork, the client library's threads are not running, so calls would hang.
+        if _first_user.setdefault("pid", os.getpid()) != os.getpid():
             raise StoreError(
                 f"Cannot {doing} {self.place(path)}: this process was forked after its parent used "
                 "an object store, and does not have the parent's threads; use the start method "
@@ -247,18 +234,7 @@ class ObjectSidecar(Sidecar):
         self._client.delete(f"{SIDECAR}/{path}")
 
 
-_first_user: list[int] = []  # PID of the first process to use the client library.
-
-
-def _has_its_threads() -> bool:
-    """Whether the client library's threads are running. In a fork they are not, so calls hang."""
-    if not _first_user:
-        _first_user.append(os.getpid())
-    return _first_user[0] == os.getpid()
-
-
-def _whole(_first: memoryview, size: int) -> Sequence[ByteRange]:
-    return [ByteRange(0, size)]
+_first_user: dict[str, int] = {}  # PID of the first process to use the client library.
 
 
 def connect(url: str, deadline_s: float, retries: int) -> Backend:

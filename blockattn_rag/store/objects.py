@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -13,6 +12,7 @@ from torch import Tensor
 from blockattn_rag.errors import CorruptEntryError, FingerprintMismatchError, StoreError
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.store.base import (
+    ChooseHeads,
     EntryInfo,
     MaintainedStore,
     ReadResult,
@@ -22,7 +22,6 @@ from blockattn_rag.store.base import (
 from blockattn_rag.store.checks import check_key, is_key
 from blockattn_rag.store.concurrency import check_seconds
 from blockattn_rag.store.format import (
-    ByteRange,
     check_entry_key,
     damage_reported,
     decode_part,
@@ -30,7 +29,7 @@ from blockattn_rag.store.format import (
     encoded,
     ranges,
 )
-from blockattn_rag.store.header import Header, header_end, read_header
+from blockattn_rag.store.header import Header, header_end, parse_header
 from blockattn_rag.store.object_client import ObjectClient, ObjectSidecar, connect
 from blockattn_rag.store.urls import check_no_credentials
 
@@ -49,16 +48,10 @@ _HEADER_BYTES = 16 << 10
 class ObjectStore(MaintainedStore):
     """Store in a bucket. Safe for concurrent use by threads, processes and machines.
 
-    Each entry is an object, ``objects/ab/<key>.safetensors`` under the address. A
-    ``DirectoryStore`` uses the same layout, so its folder can be copied to a bucket. Objects are
-    written and replaced atomically. A read fetches parts of one object version concurrently, and
-    verifies the complete entry.
-
-    Object stores record only writes, so an entry's last use is its last write, and ``touch`` does
-    not update it.
-
-    Credentials come from the environment (``AWS_ACCESS_KEY_ID`` etc., or the machine's role), never
-    from the address. Set ``AWS_ENDPOINT_URL`` to use an S3-compatible server.
+    The layout is that of a ``DirectoryStore``. Objects are written and replaced atomically. A read
+    fetches parts of one object version concurrently, and verifies the complete entry. Object stores
+    record only writes, so an entry's last use is its last write. Credentials come from the
+    environment, never from the address (``docs/guides/stores.md``).
 
     Args:
         url: ``s3://bucket/prefix``, ``gs://bucket/prefix`` or ``az://container/prefix``.
@@ -110,49 +103,35 @@ class ObjectStore(MaintainedStore):
         return ObjectSidecar(self._client)
 
     def get_many(self, keys: Sequence[str]) -> list[ReadResult]:
+        def entry(key: str, content: Tensor) -> BlockKV:
+            return decoded(key, content, self._client.place(entry_path(key)))
+
         contents = self._client.read_many([entry_path(key) for key in keys])
-        return [self._entry(*each) for each in zip(keys, contents, strict=True)]
+        return _results(keys, contents, entry)
 
     def read_parts(
-        self,
-        keys: Sequence[str],
-        choose: Callable[[Header], Mapping[int, range]],
-        head_bytes: int,
+        self, keys: Sequence[str], choose: ChooseHeads, head_bytes: int
     ) -> list[ReadResult]:
-        """Read parts of entries, with one deadline (see ``MaintainedStore``)."""
         chosen: dict[str, tuple[Header, Mapping[int, range]]] = {}
 
-        def places(key: str, first: memoryview, size: int) -> Sequence[ByteRange]:
+        def places(key: str, first: memoryview, size: int) -> Sequence[tuple[int, int]]:
             header = self._header(key, first, size)
             chosen[key] = header, choose(header)
             return ranges(*chosen[key])
 
-        def part(key: str, data: Tensor | StoreError | None) -> ReadResult:
-            if not isinstance(data, Tensor):
-                return data
-            try:
-                with damage_reported(self._client.place(entry_path(key))):
-                    return decode_part(*chosen[key], data)
-            except StoreError as error:
-                return error
+        def part(key: str, content: Tensor) -> BlockKV:
+            with damage_reported(self._client.place(entry_path(key))):
+                return decode_part(*chosen[key], content)
 
         requests = [(entry_path(key), partial(places, key)) for key in keys]
-        contents = self._client.read_ranges(requests, head_bytes)
-        return [part(*each) for each in zip(keys, contents, strict=True)]
+        return _results(keys, self._client.read_ranges(requests, head_bytes), part)
 
     def touch(self, key: str) -> bool:
-        """Whether an entry exists and has an intact header and size.
-
-        The entry is *not* marked as used.
-
-        Raises:
-            StoreError: The server does not respond.
-        """
+        """Whether an entry exists and has an intact header and size. Does not mark it as used."""
         try:
-            info = self.describe(key)
+            return self.describe(key) is not None
         except (CorruptEntryError, FingerprintMismatchError):
             return False
-        return info is not None
 
     def put(self, key: str, kv: BlockKV) -> None:
         path = entry_path(kv.key)
@@ -167,9 +146,8 @@ class ObjectStore(MaintainedStore):
     def discard(self, key: str, used_ns: int) -> bool | None:
         """Delete an entry unless it was replaced since ``used_ns``.
 
-        Times are compared to the second, the precision that all object stores support. If an entry
-        is replaced between the comparison and the deletion, the new entry is lost, and its block
-        must be encoded again.
+        Times are compared to the second, the precision that all object stores support. An entry
+        that is replaced between the comparison and the deletion is lost.
         """
         head = self._client.head(entry_path(key))
         if head is None:
@@ -182,10 +160,7 @@ class ObjectStore(MaintainedStore):
         return (entry.key for entry in self.entries())
 
     def entries(self) -> Iterator[StoredEntry]:
-        """Iterate over all entries, one page per request.
-
-        ``used_ns`` is the time of the last write, because object stores do not record reads.
-        """
+        """Iterate over all entries. ``used_ns`` is the time of the last write."""
         for meta in self._client.list(_OBJECTS):
             name = _NAME.fullmatch(meta["path"])
             if name is not None and name[2].startswith(name[1]):
@@ -209,7 +184,6 @@ class ObjectStore(MaintainedStore):
         return EntryInfo(header, meta["size"], _written_ns(meta))
 
     def _header(self, key: str, first: bytes | memoryview, size: int) -> Header:
-        """Parse the header of an entry from its first bytes."""
         place = self._client.place(entry_path(key))
         with damage_reported(place):
             end = header_end(first)
@@ -218,24 +192,28 @@ class ObjectStore(MaintainedStore):
                     f"{place} has a header of {end} bytes, but at most {len(first)} were expected: "
                     "it belongs to another model or format"
                 )
-            header = read_header(BytesIO(first), size)
+            header = parse_header(first, size)
         check_entry_key(key, header, place)
         return header
 
-    def _entry(self, key: str, content: Tensor | StoreError | None) -> ReadResult:
-        if not isinstance(content, Tensor):
-            return content
+
+def _results(
+    keys: Sequence[str],
+    contents: Sequence[Tensor | StoreError | None],
+    decode: Callable[[str, Tensor], BlockKV],
+) -> list[ReadResult]:
+    results: list[ReadResult] = []
+    for key, content in zip(keys, contents, strict=True):
         try:
-            return decoded(key, content, self._client.place(entry_path(key)))
+            results.append(decode(key, content) if isinstance(content, Tensor) else content)
         except StoreError as error:
-            return error
+            results.append(error)
+    return results
 
 
 def entry_path(key: str) -> str:
-    """Path of a key's entry, relative to the store's address. The entry may not exist."""
     return f"{_OBJECTS}/{check_key(key)[:2]}/{key}{_SUFFIX}"
 
 
 def _written_ns(meta: ObjectMeta) -> int:
-    """Return the time of an object's last write, in nanoseconds since 1970."""
     return int(meta["last_modified"].timestamp() * 1e9)

@@ -2,9 +2,7 @@
 
 Each namespace has its own index, so that recognition reveals nothing about other tenants. The index
 consists of immutable files in ``store.sidecar``. Each ingestion adds one file, whose name is the
-digest of its content. Readers load all files, and ``merge_index`` merges them.
-
-An index entry for a deleted passage is harmless: the passage is encoded again.
+digest of its content. An index entry for a deleted passage is harmless: it is encoded again.
 """
 
 from __future__ import annotations
@@ -47,8 +45,7 @@ class PassageIndex:
     """Index of stored passages. Thread-safe.
 
     Args:
-        refresh_s: Maximum delay, in seconds, until passages added by other processes are
-            recognized.
+        refresh_s: Seconds until passages added by other processes are recognized.
         in_background: Whether ``split`` waits at most 0.2 s for new files. Until they are read,
             only passages from earlier files are recognized.
 
@@ -78,28 +75,23 @@ class PassageIndex:
     ) -> tuple[Span, ...]:
         """Split known passages out of a prompt; see ``PassageMatcher.split``.
 
-        Reads new index files at most every ``refresh_s`` seconds, so call it in a thread if the
-        store is remote. If the index cannot be read, the error is logged, and the entries in memory
-        are used.
+        May read new index files, so call it in a thread if the store is remote. If they cannot be
+        read, the error is logged, and the entries in memory are used.
         """
         first, *others = map(self._matcher, access.namespaces(private=False))
         return first.split(spans, *others, in_system=in_system)
 
     def add(self, entries: Entries, namespace: str) -> int:
-        """Add index entries (``entries_of``). Call it after the passages have been stored.
-
-        Returns:
-            Number of new entries.
-        """
-        return self._index(namespace).add(entries, self._refresh_s)
+        """Add index entries (``entries_of``) of stored passages. Returns the number of new ones."""
+        return self._index(namespace).add(entries)
 
     def _matcher(self, namespace: str) -> PassageMatcher:
         """Matcher of a namespace. Of several concurrent prompts, only one waits for new files."""
         index = self._index(namespace)
         with self._lock:
-            starts = index.is_due(self._refresh_s) and (index.read is None or index.read.done())
+            starts = index.is_due and (index.read is None or index.read.done())
             if starts:
-                index.read = self._readers.start(_refresh_logged, index, self._refresh_s)
+                index.read = self._readers.start(index.refresh_or_log)
         must_wait = self._patience_s is None and not index.was_read
         if index.read is not None and (starts or must_wait):
             wait([index.read], self._patience_s)
@@ -108,7 +100,8 @@ class PassageIndex:
     def _index(self, namespace: str) -> _NamespaceIndex:
         """Return a namespace's index, and evict the least recently used indexes from memory."""
         with self._lock:
-            index = self._loaded.pop(namespace, None) or _NamespaceIndex(self.sidecar, namespace)
+            index = self._loaded.pop(namespace, None)
+            index = index or _NamespaceIndex(self.sidecar, namespace, self._refresh_s)
             self._loaded[namespace] = index
             entries = sum(len(loaded.matcher) for loaded in self._loaded.values())
             while len(self._loaded) > 1 and (
@@ -119,23 +112,13 @@ class PassageIndex:
             return index
 
 
-def _refresh_logged(index: _NamespaceIndex, every_s: float) -> None:
-    try:
-        index.refresh(every_s)
-    except StoreError as error:
-        logger.warning("Cannot read the passage index: %s", error)
-    except Exception as error:
-        logger.exception("Unexpected error while reading the passage index: %s", error)
-
-
 class _NamespaceIndex:
-    """Index of one namespace: the files read so far, and a matcher for their entries.
+    """Index of one namespace: the files read so far, and a matcher for their entries. The matcher
+    is replaced, never modified, so it can be used without a lock."""
 
-    The matcher is replaced, never modified, so it can be used without a lock.
-    """
-
-    def __init__(self, sidecar: Sidecar, namespace: str) -> None:
+    def __init__(self, sidecar: Sidecar, namespace: str, refresh_s: float = 0) -> None:
         self._sidecar = sidecar
+        self._refresh_s = refresh_s
         self._folder = folder_of(namespace)
         self._lock = threading.Lock()
         self._names: frozenset[str] = frozenset()
@@ -144,21 +127,29 @@ class _NamespaceIndex:
         self.read: Future[None] | None = None
         self.matcher = PassageMatcher(np.empty(0, ENTRY))
 
-    def is_due(self, every_s: float) -> bool:
-        """Whether ``every_s`` seconds have passed since the files were last read."""
-        return time.monotonic() - self._read_s >= every_s
+    @property
+    def is_due(self) -> bool:
+        return time.monotonic() - self._read_s >= self._refresh_s
 
-    def refresh(self, every_s: float) -> None:
-        """Read new files, at most every ``every_s`` seconds."""
+    def refresh(self) -> None:
+        """Read new files, at most every ``refresh_s`` seconds."""
         with self._lock:
-            if self.is_due(every_s):
+            if self.is_due:
                 self._read_s = time.monotonic()
                 self._read_new()
                 self.was_read = True
 
-    def add(self, entries: Entries, every_s: float) -> int:
+    def refresh_or_log(self) -> None:
+        try:
+            self.refresh()
+        except StoreError as error:
+            logger.warning("Cannot read the passage index: %s", error)
+        except Exception as error:
+            logger.exception("Unexpected error while reading the passage index: %s", error)
+
+    def add(self, entries: Entries) -> int:
         """Write the entries that are new to one file. Returns their number."""
-        self.refresh(every_s)
+        self.refresh()
         with self._lock:
             fresh = joined([entries])
             fresh = fresh[~self.matcher.has(fresh)]
@@ -168,8 +159,7 @@ class _NamespaceIndex:
             return len(fresh)
 
     def merge(self, stored: set[bytes] | None, added: Entries) -> tuple[int, int]:
-        """Replace all files read so far with one. Returns the numbers of kept and dropped
-        entries."""
+        """Replace the files read so far with one. Returns how many entries are kept and dropped."""
         with self._lock:
             entries = joined([self.matcher.entries, added])
             kept = entries
@@ -236,7 +226,7 @@ def merge_index(
     indexes = {name: _NamespaceIndex(sidecar, name) for name in sorted(names | added.keys())}
     for index in indexes.values():
         # Read the index before the entries, because passages are added after their entries.
-        index.refresh(0)
+        index.refresh()
     stored: dict[str, set[bytes]] = {name: set() for name in indexes}
     unknown: set[str] = set()
     for done, (_, info) in enumerate(describe_all(store), start=1):

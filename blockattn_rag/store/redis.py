@@ -37,9 +37,8 @@ _MOST_RETRIES = 1
 class RedisStore(KVStore):
     """Cache in a Redis or Valkey server. Do not use it as the only home of an entry.
 
-    The server evicts entries that have not been used for ``ttl_s`` seconds, or earlier if it needs
-    memory: set ``maxmemory`` and ``maxmemory-policy allkeys-lfu``. Evicted entries are read from
-    the next tier (``TieredStore``) or encoded again.
+    Evicted entries are read from the next tier (``TieredStore``) or encoded again. Set
+    ``maxmemory`` and ``maxmemory-policy allkeys-lfu`` on the server.
 
     Args:
         url: ``redis://host:port/database``, or ``rediss://`` for TLS. User and password come from
@@ -104,10 +103,9 @@ class RedisStore(KVStore):
         return [self._entry(*each) for each in zip(keys, values, strict=True)]
 
     def touch(self, key: str) -> bool:
-        name = self._name(key)
-        if self._ttl_ms is None:
+        name, ttl_ms = self._name(key), self._ttl_ms
+        if ttl_ms is None:
             return key in self
-        ttl_ms = self._ttl_ms
         return bool(self._asked("update an entry", lambda: self._server.pexpire(name, ttl_ms)))
 
     def put(self, key: str, kv: BlockKV) -> None:
@@ -115,13 +113,12 @@ class RedisStore(KVStore):
         ``stats().refused``; the first one is also logged."""
         name = self._name(kv.key)
         content = encoded(key, kv, f"{self.url} {name}")
-        if len(content) > self._max_entry_bytes:
-            with self._explained("write an entry"):
-                self._server.delete(name)
-            self._refusals.add(self, len(content))
-            return
         with self._explained("write an entry"):
-            self._server.set(name, content, px=self._ttl_ms)
+            if len(content) <= self._max_entry_bytes:
+                self._server.set(name, content, px=self._ttl_ms)
+                return
+            self._server.delete(name)
+        self._refusals.add(self, len(content))
 
     def __contains__(self, key: object) -> bool:
         if not is_key(key):
@@ -145,11 +142,9 @@ class RedisStore(KVStore):
     def stats(self) -> StoreStats:
         """Size and counters. Requests the size of each entry, which is slow for a large cache."""
         keys = set(self.keys())
-        sizes = [
-            self._asked("look up an entry", partial(self._server.strlen, self._name(k)))
-            for k in keys
-        ]
-        return StoreStats(len(keys), sum(map(int, sizes)), refused=self._refusals.count)
+        lengths = [partial(self._server.strlen, self._name(key)) for key in keys]
+        total_bytes = sum(int(self._asked("look up an entry", length)) for length in lengths)
+        return StoreStats(len(keys), total_bytes, refused=self._refusals.count)
 
     def _name(self, key: str) -> str:
         return f"{self._prefix}{check_key(key)}"

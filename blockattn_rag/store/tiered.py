@@ -3,41 +3,127 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
-from blockattn_rag.errors import StoreError
+from blockattn_rag.errors import StoreError, StoreUnavailableError
 from blockattn_rag.kv.block_kv import BlockKV
-from blockattn_rag.store.base import (
-    KVStore,
-    ReadResult,
-    Sidecar,
-    StoreStats,
-    TierStats,
-    is_damage,
-)
+from blockattn_rag.store.base import KVStore, ReadResult, Sidecar, StoreStats, TierStats, is_damage
 from blockattn_rag.store.checks import check_entry, check_finite
-from blockattn_rag.store.concurrency import SingleFlight, WriteQueue, check_seconds
+from blockattn_rag.store.concurrency import (
+    CircuitBreaker,
+    Readers,
+    SingleFlight,
+    WriteQueue,
+    check_seconds,
+    deadline,
+    outcome,
+)
+from blockattn_rag.store.memory import MemoryStore
 from blockattn_rag.store.opening import open_spec
-from blockattn_rag.store.tier import CircuitBreaker, Tier
 
 logger = logging.getLogger("blockattn_rag")
+
+T = TypeVar("T")
+
+_READERS = 8
+
+
+class _Tier:
+    """Store with a deadline per call, which is skipped while its circuit breaker is open.
+
+    The deadline does not apply to writes or to in-memory stores.
+    """
+
+    def __init__(self, store: KVStore, deadline_s: float, breaker: CircuitBreaker) -> None:
+        self.store = store
+        self.is_in_memory = isinstance(store, MemoryStore)
+        self._deadline_s = deadline_s
+        self._breaker = breaker
+        self._readers = Readers(_READERS, "blockattn-rag-tier")
+        self._lock = threading.Lock()
+        self._stats = TierStats(repr(store))
+
+    def read(self, keys: Sequence[str]) -> list[ReadResult]:
+        try:
+            entries = self.ask(lambda: self.store.get_many(keys), len(keys))
+        except StoreError as error:
+            return [error] * len(keys)
+        blocks = [entry for entry in entries if isinstance(entry, BlockKV)]
+        self.count(
+            hits=len(blocks),
+            read_tokens=sum(kv.num_tokens for kv in blocks),
+            read_bytes=sum(kv.nbytes for kv in blocks),
+            misses=sum(entry is None or is_damage(entry) for entry in entries),
+        )
+        return entries
+
+    def write(self, key: str, kv: BlockKV) -> None:
+        self._guarded(lambda: self.store.put(key, kv), 1)
+        self.count(written=1)
+
+    def ask(self, question: Callable[[], T], entries: int = 1) -> T:
+        if self.is_in_memory:
+            return self._guarded(question, entries)
+        until = deadline(self._deadline_s)
+        doing = f"ask {self._stats.name}"
+        return self._guarded(lambda: outcome(self._readers.start(question), until, doing), entries)
+
+    def count(self, **more: int) -> None:
+        """Add to counters, by their names in ``TierStats``."""
+        with self._lock:
+            sums = {name: getattr(self._stats, name) + number for name, number in more.items()}
+            self._stats = replace(self._stats, **sums)
+
+    def stats(self) -> TierStats:
+        with self._lock:
+            return replace(self._stats, is_open=self._breaker.is_open)
+
+    def _guarded(self, call: Callable[[], T], entries: int) -> T:
+        """Make a call unless the breaker is open, and report the outcome to the breaker."""
+        if not self._breaker.allows():
+            self.count(skipped=entries)
+            raise StoreUnavailableError(
+                f"{self._stats.name} is skipped because it failed several times in a row; it is "
+                f"retried every {self._breaker.pause_s:g} s"
+            )
+        try:
+            answer = call()
+        except StoreError as error:
+            if not is_damage(error):
+                self._note_failure(error)
+            raise
+        for entry in answer if isinstance(answer, list) else []:
+            if isinstance(entry, StoreError) and not is_damage(entry):
+                self._note_failure(entry)
+                return answer
+        if self._breaker.succeeded():
+            logger.info("%s is responding again.", self._stats.name)
+        return answer
+
+    def _note_failure(self, error: StoreError) -> None:
+        self.count(failures=1)
+        if self._breaker.failed():
+            logger.warning(
+                "%s. The tier is skipped because it failed several times in a row, and retried "
+                "every %g s; until it responds, blocks that are stored only there count as misses.",
+                error,
+                self._breaker.pause_s,
+            )
 
 
 class TieredStore(KVStore):
     """Store with several tiers, from the fastest to the *home*, which has all entries.
 
     A read queries the tiers in order, with one call per tier for all entries that are still
-    missing, and copies hits to the faster tiers. Concurrent reads of the same entry are
-    deduplicated. A write goes to all tiers; slow tiers before the home are written in the
-    background.
-
-    A failing tier slows answers down, but never makes them fail: its entries are read from the next
-    tier or encoded again. After ``failures`` consecutive failures, a tier is skipped, which is
-    logged once, and retried every ``pause_s`` seconds.
+    missing, and copies hits to the faster tiers. A write goes to all tiers; slow tiers before the
+    home are written in the background. After ``failures`` consecutive failures, a tier is skipped,
+    which is logged once, and retried every ``pause_s`` seconds (``docs/guides/stores.md``).
 
     Args:
         tiers: Stores, or paths and addresses as in ``open_store``. ``"memory:4GiB"`` keeps copies
@@ -62,7 +148,7 @@ class TieredStore(KVStore):
             raise ValueError("Expected at least one tier, found none")
         self._deadline_s = check_seconds("deadline_s", deadline_s)
         self._tiers = [
-            Tier(_opened(tier), deadline_s, CircuitBreaker(failures, pause_s)) for tier in tiers
+            _Tier(_opened(tier), deadline_s, CircuitBreaker(failures, pause_s)) for tier in tiers
         ]
         self._copies, self._home = self._tiers[:-1], self._tiers[-1]
         self._flights = SingleFlight()
@@ -76,11 +162,8 @@ class TieredStore(KVStore):
         return self._home.store.sidecar
 
     def get_many(self, keys: Sequence[str]) -> list[ReadResult]:
-        """Read several entries, with one call per tier.
-
-        The result is None if no responding tier has the entry, and an error if the entry is damaged
-        in the home and absent from all other tiers.
-        """
+        """Read several entries. The result is None if no responding tier has the entry, and an
+        error if the entry is damaged in the home and absent from all other tiers."""
         most_s = self._deadline_s * (len(self._tiers) + 1)
         return self._flights.read(keys, self._read, most_s)
 
@@ -144,7 +227,7 @@ class TieredStore(KVStore):
 
     def _read(self, keys: Sequence[str]) -> list[ReadResult]:
         entries: dict[str, ReadResult] = dict.fromkeys(keys)
-        lacking: dict[str, list[Tier]] = {key: [] for key in keys}
+        lacking: dict[str, list[_Tier]] = {key: [] for key in keys}
         for tier in self._tiers:
             absent = [key for key in keys if not isinstance(entries[key], BlockKV)]
             if not absent:
@@ -166,7 +249,7 @@ class TieredStore(KVStore):
             with suppress(StoreError):
                 yield tier.ask(partial(question, tier.store))
 
-    def _copy(self, key: str, kv: BlockKV, tiers: Sequence[Tier]) -> None:
+    def _copy(self, key: str, kv: BlockKV, tiers: Sequence[_Tier]) -> None:
         """Write to faster tiers: immediately to memory, and in the background to others."""
         _write_to([tier for tier in tiers if tier.is_in_memory], key, kv)
         others = [tier for tier in tiers if not tier.is_in_memory]
@@ -175,7 +258,7 @@ class TieredStore(KVStore):
                 tier.count(dropped=1)
 
 
-def _write_to(tiers: Sequence[Tier], key: str, kv: BlockKV) -> None:
+def _write_to(tiers: Sequence[_Tier], key: str, kv: BlockKV) -> None:
     for tier in tiers:
         try:
             tier.write(key, kv)

@@ -78,7 +78,6 @@ def is_cache(spec: str | Path) -> bool:
 
 
 def bytes_of(size: str) -> int:
-    """Convert a size such as ``2GiB`` to bytes."""
     match = _SIZE.fullmatch(size)
     if match is None:
         raise ValueError(

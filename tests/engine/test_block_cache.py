@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from blockattn_rag.engine.block_cache import BlockCache
+from blockattn_rag.engine.fetcher import BlockCache
 from blockattn_rag.errors import CorruptEntryError, StoreError, StoreUnavailableError
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.store import DirectoryStore, KVStore, MemoryStore, ObjectStore, TieredStore
@@ -73,6 +72,20 @@ def test_put_writes_to_the_store_and_keep_does_not(cache: BlockCache, store: Rec
     assert "get" not in store.asked
 
 
+@pytest.mark.parametrize("max_bytes", [0, 1])
+def test_large_blocks_are_not_cached(
+    store: Recorded, caplog: pytest.LogCaptureFixture, max_bytes: int
+) -> None:
+    cache = BlockCache(store, max_bytes)
+    cache.put(KEY, KV)
+    for _ in range(2):
+        assert isinstance(cache.get_many([KEY])[0], BlockKV)
+    assert store.asked == ["get", "get"]
+    assert not caplog.records
+    with pytest.raises(ValueError, match="Invalid resident_bytes -1: expected 0 or more"):
+        BlockCache(store, -1)
+
+
 def test_uses_of_cached_blocks_are_reported_once_a_minute(
     cache: BlockCache, store: Recorded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -88,11 +101,13 @@ def test_uses_of_cached_blocks_are_reported_once_a_minute(
     assert store.asked == ["get", "touch"]
 
 
-def test_failed_report_is_logged_and_pauses_reports_for_a_minute(
+@pytest.mark.parametrize("error", [StoreError, StoreUnavailableError])
+def test_failed_report_is_logged_once_and_pauses_reports_for_a_minute(
     cache: BlockCache,
     store: Recorded,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
+    error: type[StoreError],
 ) -> None:
     now_s = 1000.0
     monkeypatch.setattr("time.monotonic", lambda: now_s)
@@ -100,34 +115,20 @@ def test_failed_report_is_logged_and_pauses_reports_for_a_minute(
 
     def fail(key: str) -> bool:
         touched.append(key)
-        raise StoreError("the disk is gone")
+        raise error("the disk is gone")
 
     monkeypatch.setattr(store, "touch", fail)
     for kv in (KV, OTHER):
         cache.keep(kv.key, kv)
-    with caplog.at_level(logging.WARNING, "blockattn_rag"):
-        for _ in range(2):
-            assert cache.get_many([KEY, OTHER.key]) == [KV, OTHER]
+    for _ in range(2):
+        assert cache.get_many([KEY, OTHER.key]) == [KV, OTHER]
     assert touched == [KEY]
-    assert caplog.text.count("the disk is gone. The answer is not affected.") == 1
+    # The store has already logged that it is unavailable.
+    logged = int(error is StoreError)
+    assert caplog.text.count("the disk is gone. The answer is not affected.") == logged
     now_s += 100
     cache.get_many([OTHER.key, KEY])
     assert touched == [KEY, OTHER.key]
-
-
-def test_failures_logged_by_the_store_are_not_logged_again(
-    cache: BlockCache,
-    store: Recorded,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    def fail(key: str) -> bool:
-        raise StoreUnavailableError("logged before")
-
-    monkeypatch.setattr(store, "touch", fail)
-    cache.keep(KEY, KV)
-    assert cache.get_many([KEY]) == [KV]
-    assert not caplog.records
 
 
 def test_uses_are_not_reported_to_object_stores(

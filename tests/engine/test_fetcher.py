@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import logging
-import os
-import time
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from blockattn_rag.engine.fetcher import BlockFetcher
 from blockattn_rag.errors import MissError, StoreError
-from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.model import BlockModel
 from blockattn_rag.prompts.blocks import Block, BlockTemplate, Origin, Span
-from blockattn_rag.store import DirectoryStore, MemoryStore, shrink
-from blockattn_rag.store.base import ReadResult
+from blockattn_rag.store import DirectoryStore
 from tests.engine.ingestion import FaultyStore, fetch, ingest
-from tests.models import shared_tiny_llama, tiny_model, tiny_tokenizer
+from tests.models import shared_tiny_llama, tiny_tokenizer
 
 A, B, C = Block("first passage"), Block("second"), Block("third", BlockTemplate("- ", "\n"))
 D = Block("what stands first")
@@ -93,19 +89,23 @@ def test_a_text_without_tokens_is_neither_counted_nor_stored(
     assert ingest(fetcher, [C, B]).computed == 0
 
 
-@pytest.mark.parametrize("fault", ["corrupt", "another block", "another model", "a layer less"])
+@pytest.mark.parametrize(
+    "change",
+    [{"digest": "0" * 64}, {"fingerprint": "0" * 64}, {"token_ids": torch.zeros(14).long()}, None],
+    ids=["another block", "another model", "other tokens", "damaged"],
+)
 def test_a_bad_entry_is_a_miss_with_a_warning_and_is_overwritten(
-    fetcher: BlockFetcher, store: FaultyStore, caplog: pytest.LogCaptureFixture, fault: str
+    fetcher: BlockFetcher,
+    store: FaultyStore,
+    caplog: pytest.LogCaptureFixture,
+    change: dict[str, Any] | None,
 ) -> None:
+    """The entry is damaged, or is another block."""
     (good,) = fetch(fetcher, [A]).blocks
-    if fault == "corrupt":
+    if change is None:
         store.corrupt.update(store.keys())
-    elif fault == "another block":
-        store.swapped = replace(good, digest="0" * 64)
-    elif fault == "another model":
-        store.swapped = replace(good, fingerprint="0" * 64)
     else:
-        store.swapped = replace(good, keys=good.keys[1:], values=good.values[1:])
+        store.swapped = replace(good, **change)
     with caplog.at_level(logging.WARNING, "blockattn_rag"):
         found = fetch(fetcher, [A])
     assert (found.hits, found.misses) == (0, 1)
@@ -122,99 +122,6 @@ def test_blocks_are_computed_if_the_store_cannot_keep_them(
         found = fetch(fetcher, [A, B])
     assert found.misses == len(found.blocks) == 2
     assert "no space left" in caplog.text
-
-
-def test_blocks_of_another_model_are_not_used(store: FaultyStore, fetcher: BlockFetcher) -> None:
-    ingest(fetcher, [A])
-    other = BlockModel(tiny_model(seed=1), tiny_tokenizer())
-    found = fetch(BlockFetcher(other, store), [B, A])
-    assert (found.hits, found.misses) == (0, 2)
-
-
-class CountingStore(DirectoryStore):
-    """Store that counts its reads from disk."""
-
-    reads = 0
-
-    def get(self, key: str) -> BlockKV | None:
-        self.reads += 1
-        return super().get(key)
-
-
-class BatchedStore(MemoryStore):
-    """Store that records the number of keys of each batched read."""
-
-    def __init__(self) -> None:
-        super().__init__(1 << 20)
-        self.asked: list[int] = []
-
-    def get_many(self, keys: Sequence[str]) -> list[ReadResult]:
-        self.asked.append(len(keys))
-        return super().get_many(keys)
-
-
-def test_all_blocks_of_a_prompt_are_read_in_one_call(model: BlockModel) -> None:
-    store = BatchedStore()
-    fetcher = BlockFetcher(model, store)
-    fetch(fetcher, [A, B, C])
-    found = fetch(fetcher, [A, B, C, B])
-    assert (found.hits, found.misses) == (4, 0)
-    assert store.asked == [3, 3]
-
-
-def test_a_resident_block_is_read_and_checked_once(model: BlockModel, tmp_path: Path) -> None:
-    store = CountingStore(tmp_path / "kv")
-    ingest(BlockFetcher(model, store), [A, B])
-    fetcher = BlockFetcher(model, store, resident_bytes=1 << 20)
-    first = fetch(fetcher, [D, C, B])
-    second = fetch(fetcher, [D, B, C])
-    assert (first.hits, second.hits, second.misses) == (1, 3, 0)
-    assert second.blocks[1] is first.blocks[2]
-    assert store.reads == 3
-
-
-def test_evicted_residents_are_read_again(model: BlockModel, tmp_path: Path) -> None:
-    store = CountingStore(tmp_path / "kv")
-    one = ingest(BlockFetcher(model, store), [B]).stored_bytes
-    ingest(BlockFetcher(model, store), [A, C])
-    fetcher = BlockFetcher(model, store, resident_bytes=3 * one)
-    for block in (A, B, C, A):
-        fetch(fetcher, [D, block])
-    assert store.reads > 4
-
-
-def test_residents_ignore_file_changes(model: BlockModel, tmp_path: Path) -> None:
-    store = DirectoryStore(tmp_path / "kv")
-    fetcher = BlockFetcher(model, store, resident_bytes=1 << 20)
-    ingest(fetcher, [B])
-    before = fetch(fetcher, [D, B]).blocks[1]
-    kept = [tensor.clone() for tensor in (*before.keys, *before.values)]
-    for entry in (tmp_path / "kv").rglob("*.safetensors"):
-        size = entry.stat().st_size
-        with entry.open("r+b") as file:
-            file.seek(size // 2)
-            file.write(b"\xff" * (size - size // 2))
-    again = fetch(fetcher, [D, B]).blocks[1]
-    tensors = (*again.keys, *again.values)
-    assert all(torch.equal(a, b) for a, b in zip(kept, tensors, strict=True))
-
-
-@pytest.mark.parametrize("resident_bytes", [0, 1])
-def test_a_block_too_large_for_memory_is_read_for_every_answer(
-    model: BlockModel, tmp_path: Path, caplog: pytest.LogCaptureFixture, resident_bytes: int
-) -> None:
-    store = CountingStore(tmp_path / "kv")
-    fetcher = BlockFetcher(model, store, resident_bytes)
-    ingest(fetcher, [B])
-    for _ in range(2):
-        fetch(fetcher, [D, B])
-    assert store.reads == 4
-    assert not caplog.records
-
-
-def test_a_negative_memory_limit_is_refused(model: BlockModel, store: FaultyStore) -> None:
-    with pytest.raises(ValueError, match="Invalid resident_bytes -1: expected 0 or more"):
-        BlockFetcher(model, store, resident_bytes=-1)
 
 
 # -- what may be stored ----------------------------------------------------------------------------
@@ -281,30 +188,3 @@ def test_private_blocks_are_not_stored_after_a_failed_read(
     assert "recomputed and the store is tried again next time" in caplog.text
     assert on_disk.contains(A)
     assert not on_disk.contains(of(origin), first=True)
-
-
-def test_ingestion_recomputes_damaged_entries(on_disk: BlockFetcher, tmp_path: Path) -> None:
-    ingest(on_disk, [A, B])
-    first, _ = sorted((tmp_path / "kv").rglob("*.safetensors"))
-    first.write_bytes(first.read_bytes()[:100])
-    assert ingest(on_disk, [A, B]).computed == 1
-    assert ingest(on_disk, [A, B]).computed == 0
-
-
-def test_the_least_recently_used_resident_is_evicted(
-    model: BlockModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = DirectoryStore(tmp_path / "kv")
-    fetcher = BlockFetcher(model, store, 1 << 26)
-    monkeypatch.setattr("blockattn_rag.engine.block_cache._REPORT_EVERY_S", 0.0)
-    fetch(fetcher, [D, A])  # also keeps both in memory
-    for path in tmp_path.rglob("*.safetensors"):
-        os.utime(path, (0, time.time() - 200))
-    known = {*tmp_path.rglob("*.safetensors")}
-    ingest(fetcher, [B])
-    (written,) = {*tmp_path.rglob("*.safetensors")} - known
-    os.utime(written, (0, time.time() - 100))
-    fetch(fetcher, [D, A])
-    shrink(store, store.stats().total_bytes - 1)
-    assert fetcher.contains(A)
-    assert not fetcher.contains(B)

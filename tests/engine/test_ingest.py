@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
-from blockattn_rag.engine.fetcher import BlockFetcher
+from blockattn_rag.engine.fetcher import BlockFetcher, BlockSpec
 from blockattn_rag.engine.ingest import precompute
-from blockattn_rag.engine.lookup import BlockSpec
-from blockattn_rag.errors import ContextOverflowError, StoreError
+from blockattn_rag.errors import StoreError
 from blockattn_rag.kv.block_kv import MOST_HANDLES, BlockKV
 from blockattn_rag.model import BlockModel
 from blockattn_rag.prompts.blocks import Block, BlockTemplate
@@ -52,28 +51,6 @@ def test_precompute_continues_after_an_error(fetcher: BlockFetcher, store: Fault
     assert (stats.reused, stats.computed) == (4, 6)
 
 
-def test_precompute_survives_an_interruption(
-    model: BlockModel, store: FaultyStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fetcher = BlockFetcher(model, store)
-    right = model.encode
-
-    def interrupted(*args: object, **kwargs: object) -> Iterator[list[BlockKV]]:
-        batches = right(*args, **kwargs)  # type: ignore[arg-type]
-        yield next(batches)
-        raise KeyboardInterrupt
-
-    blocks = [Block(f"passage {i}") for i in range(6)]
-    monkeypatch.setattr(model, "encode", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        ingest(fetcher, blocks, batch_tokens=20)
-    monkeypatch.undo()
-    kept = store.stats().entries
-    assert 0 < kept < 6
-    stats = ingest(fetcher, blocks)
-    assert (stats.reused, stats.computed) == (kept, 6 - kept)
-
-
 def test_encodes_and_stores_batch_by_batch(fetcher: BlockFetcher, store: FaultyStore) -> None:
     entries: list[int] = []
 
@@ -86,11 +63,6 @@ def test_encodes_and_stores_batch_by_batch(fetcher: BlockFetcher, store: FaultyS
     blocks = [Block(f"passage {i}") for i in range(4)]
     precompute(fetcher, blocks, run=run, batch_tokens=1)
     assert entries == [0, 1, 2, 3, 4]  # the last step has nothing left to do
-
-
-def test_the_error_for_a_too_long_block_gives_advice(fetcher: BlockFetcher) -> None:
-    with pytest.raises(ContextOverflowError, match="split the passage into smaller chunks"):
-        ingest(fetcher, [Block("x" * 5000)])
 
 
 # Three blocks with equal tokens: text alone, and text with two different templates.

@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from blockattn_rag.engine.block_cache import BlockCache
 from blockattn_rag.engine.engine import BlockAttentionEngine
-from blockattn_rag.engine.fetcher import BlockFetcher
+from blockattn_rag.engine.fetcher import BlockCache, BlockFetcher
 from blockattn_rag.engine.results import ReuseStats
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.kv.rope import RotaryLayout
@@ -71,19 +70,6 @@ def test_store_may_mix_int8_and_float(model: BlockModel, make_store: MakeStore) 
         stats = engine.generate(["first", A, B, Q], max_new_tokens=1).stats
         assert stats.int8_blocks == 1
     assert plain.generate(["first", A, Q], mode="full", max_new_tokens=1).stats.int8_blocks == 0
-
-
-def test_int8_blocks_take_a_quarter_of_float32_plus_the_scales(model: BlockModel) -> None:
-    sizes = {}
-    for kind in ("model", "int8"):
-        store = MemoryStore(1 << 26)
-        stats = BlockAttentionEngine(model, store, kv_dtype=kind).precompute([Block(A * 4)])
-        assert stats.stored_bytes == store.stats().total_bytes
-        sizes[kind] = stats.stored_bytes
-    tokens, layers, heads, size = 4 * len(A), 3, 2, 8
-    assert sizes["model"] == layers * heads * tokens * 2 * size * 4
-    scales = layers * heads * (size + tokens) * 4
-    assert sizes["int8"] == sizes["model"] // 4 + scales
 
 
 def test_resident_blocks_stay_in_int8(model: BlockModel, tmp_path: Path) -> None:

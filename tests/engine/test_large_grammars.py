@@ -14,6 +14,7 @@ from blockattn_rag.errors import GrammarError
 from blockattn_rag.output.compiler import GrammarCompiler
 from blockattn_rag.output.grammar import Grammar
 from blockattn_rag.output.tool_formats import FORMATS, calls_grammar
+from tests.engines import HOW, MODE, answers
 from tests.holding import LONGEST_S
 from tests.models import tiny_tokenizer
 
@@ -48,22 +49,15 @@ LARGE: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+@HOW
+@MODE
 @pytest.mark.parametrize("kind", LARGE)
-def test_a_large_grammar_constrains_every_answer(engine: BlockAttentionEngine, kind: str) -> None:
+def test_a_large_grammar_constrains_every_answer(
+    engine: BlockAttentionEngine, kind: str, how: str, mode: str
+) -> None:
     asked, pattern = LARGE[kind]
     options: dict[str, Any] = {"structured_outputs": asked, "max_new_tokens": 48}
-    answers = [
-        engine.generate(A, **options),
-        engine.generate(A, mode="full", **options),
-        *engine.generate_batch([A, B], **options),
-        *engine.generate_batch([A, B], mode="full", **options),
-    ]
-    for mode in ("block", "full"):
-        *texts, last = engine.stream(A, mode=mode, **options)
-        assert last.generation is not None
-        assert "".join(one.text for one in texts) == last.generation.text
-        answers.append(last.generation)
-    for answer in answers:
+    for answer in answers(engine, how, [A, B], mode=mode, **options):
         if answer.finish_reason == "length" and kind == "optional properties":
             cut = answer.text.rpartition(",")[0] + "}"
             assert re.fullmatch(pattern, cut), answer.text
@@ -78,15 +72,11 @@ def _fails_at_the_third_token() -> dict[str, Any]:
     return {"grammar": f'start: /[a-z]/ /[a-z]/ "x" case\ncase: {cases}\n{rules}'}
 
 
-def test_a_failing_grammar_raises_in_every_mode(engine: BlockAttentionEngine) -> None:
-    asked = _fails_at_the_third_token()
-    for mode in ("block", "full"):
-        with pytest.raises(GrammarError, match="max is 10000"):
-            engine.generate(A, structured_outputs=asked, mode=mode)
-        with pytest.raises(GrammarError, match="max is 10000"):
-            list(engine.stream(A, structured_outputs=asked, mode=mode))
-        with pytest.raises(GrammarError, match="max is 10000"):
-            engine.generate_batch([A, B], structured_outputs=asked, mode=mode)
+@HOW
+@MODE
+def test_a_failing_grammar_raises(engine: BlockAttentionEngine, how: str, mode: str) -> None:
+    with pytest.raises(GrammarError, match="max is 10000"):
+        answers(engine, how, [A, B], structured_outputs=_fails_at_the_third_token(), mode=mode)
 
 
 def test_a_failing_grammar_does_not_affect_the_rest_of_the_batch(
@@ -110,19 +100,6 @@ def test_a_failing_grammar_does_not_affect_the_rest_of_the_batch(
     assert isinstance(failure, GrammarError)
     assert "max is 10000" in str(failure)
     assert found == expected
-
-
-def test_a_grammar_that_is_too_large_is_refused_before_generation(
-    engine: BlockAttentionEngine,
-) -> None:
-    entries = engine.store.stats().entries
-    for asked in (
-        {"choice": [f"Street {i} of Halden" for i in range(200_000)]},
-        {"regex": "a" * 2_000_001},
-    ):
-        with pytest.raises(GrammarError, match="expected at most 2,000,000"):
-            engine.submit(["A passage that is new.", "Why?"], structured_outputs=asked)
-    assert engine.store.stats().entries == entries
 
 
 def test_compiling_does_not_block_the_model(

@@ -12,6 +12,7 @@ from blockattn_rag.engine.results import Generation
 from blockattn_rag.errors import IncompleteAnswerError
 from blockattn_rag.model import BlockModel
 from blockattn_rag.model.repetition import LATER_TOKENS, STRING_TOKENS, TEXT_TOKENS
+from tests.engines import HOW, MODE, answers
 from tests.models import tiny_model, tiny_tokenizer
 
 WORDS = ["The ", "black ", "cat ", "sat. "]  # one token each
@@ -52,20 +53,9 @@ def written(tokens: int) -> str:
 
 def ask(engine: BlockAttentionEngine, how: str, **options: Any) -> Generation:
     options = {"max_new_tokens": 200, **options}
-    if how == "alone":
-        return engine.generate(PROMPT, **options)
-    if how == "batch":
-        first, second = engine.generate_batch([PROMPT, ["What else?"]], **options)
-        assert first.text == second.text
-        return first
-    *chunks, last = engine.stream(PROMPT, **options)
-    assert last.generation is not None
-    assert "".join(chunk.text for chunk in chunks) == last.generation.text
-    return last.generation
-
-
-HOW = pytest.mark.parametrize("how", ["alone", "batch", "stream"])
-MODE = pytest.mark.parametrize("mode", ["block", "full"])
+    first, second = answers(engine, how, [PROMPT, ["What else?"]], **options)
+    assert first.text == second.text
+    return first
 
 
 @HOW

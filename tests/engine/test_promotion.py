@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
-
 import pytest
 import torch
 
-from blockattn_rag.check.oracle import oracle_generate, oracle_logits
 from blockattn_rag.engine.engine import BlockAttentionEngine
 from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.errors import MissError
@@ -16,7 +13,6 @@ from blockattn_rag.model import BlockModel
 from blockattn_rag.model.probe import LOGITS
 from blockattn_rag.prompts.blocks import Block, BlockPrompt, Span
 from tests.engines import with_settings
-from tests.models import tiny_model, tiny_tokenizer
 
 HEAD = Block.of([Span("You answer.", "system")])
 BETWEEN = Block.of([Span("Between.", "conversation")])
@@ -44,6 +40,7 @@ def error(found: torch.Tensor, expected: torch.Tensor) -> float:
     return relative_error(found[-1].float(), expected[-1].float())
 
 
+@pytest.mark.parametrize("question", [Q, ""])
 @pytest.mark.parametrize(
     ("context", "count", "reused"),
     [
@@ -56,49 +53,15 @@ def error(found: torch.Tensor, expected: torch.Tensor) -> float:
         ((A, B, A), 1, 2),
         ((A,), 1, 0),
         ((HEAD,), 1, 1),
-        ((), 1, 0),
     ],
 )
 def test_the_last_passages_move_to_the_final_block(
-    model: BlockModel, context: tuple[Block, ...], count: int, reused: int
+    model: BlockModel, context: tuple[Block, ...], count: int, reused: int, question: str
 ) -> None:
-    prompt = BlockPrompt(context, Q)
+    prompt = BlockPrompt(context, question)
     found, plain = (model.tokenizer.prompt_ids(prompt, promote) for promote in (count, 0))
     assert found.context == plain.context[:reused]
     assert found.flat == plain.flat
-
-
-@pytest.mark.parametrize(
-    ("family", "assembly"),
-    [("llama", "relay"), ("gemma3_text", "relay"), ("gemma3_text", "copy")],
-)
-@pytest.mark.parametrize("count", [1, 2])
-def test_promoted_passages_attend_to_all_blocks_and_each_other(
-    assembly: Literal["relay", "copy"], count: int, family: str
-) -> None:
-    windows: dict[str, Any] = {"sliding_window": 16} if family == "gemma3_text" else {}
-    model = BlockModel(tiny_model(family, **windows), tiny_tokenizer())
-    head, *passages = ids(model, HEAD, first=True), ids(model, A), ids(model, B), ids(model, C)
-    question = model.tokenizer.final_ids(Q, first=False)
-    final = [token for one in (*passages[-count:], question) for token in one]
-    blocks = [head, *passages[:-count], final]
-    tokens = oracle_generate(model.hf_model, blocks, NEW, sorted(model.end_token_ids))
-    logits = oracle_logits(model.hf_model, blocks)
-    engine = with_settings(BlockAttentionEngine(model, recipe="none"), assembly=assembly)
-    options: dict[str, Any] = {"recipe": promoting(count)}
-    assert engine.generate(PROMPT, **options, max_new_tokens=NEW).token_ids == tokens
-    assert error(engine.answer_logits(PROMPT, [0], **options), logits) < EXACT
-    assert error(engine.answer_logits(PROMPT, [0]), logits) > 100 * EXACT
-    together = engine.generate_batch([PROMPT, ["a", "b", Q]], **options, max_new_tokens=NEW)
-    assert together[0].token_ids == tokens
-
-
-@pytest.mark.parametrize("count", [1, 2, 9])
-def test_promotion_without_a_question(model: BlockModel, count: int) -> None:
-    prompt = BlockPrompt((HEAD, A, B), "")
-    found, plain = (model.tokenizer.prompt_ids(prompt, promote) for promote in (count, 0))
-    assert found.flat == plain.flat
-    assert found.context == plain.context[: max(3 - count, 1)]
 
 
 def test_promoted_passages_need_not_be_stored(model: BlockModel) -> None:

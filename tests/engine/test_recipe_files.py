@@ -8,6 +8,7 @@ import os
 import re
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -68,101 +69,50 @@ def test_files_created_by_file_managers_are_kept(tmp_path: Path) -> None:
 # -- what is replaced ----------------------------------------------------------------------------
 
 
-def with_pancakes(folder: Path) -> None:
-    (folder / "recipe.json").write_text('{"name": "pancakes"}')
-    (folder / "thesis.txt").write_text("thesis")
-    (folder / "photos").mkdir()
-    (folder / "photos" / "cat.png").write_bytes(b"cat")
-
-
-def pancakes_alone(folder: Path) -> None:
-    (folder / "recipe.json").write_text('{"name": "pancakes"}')
-
-
-def with_notes(folder: Path) -> None:
-    OLD.save(folder)
-    (folder / "NOTES.md").write_text("notes")
-
-
-def no_json(folder: Path) -> None:
-    (folder / "recipe.json").write_text("Pancakes: flour, milk, eggs.")
-
-
-def without_recipe(folder: Path) -> None:
-    (folder / "report.json").write_text("{}")
-
-
-def folder_of_that_name(folder: Path) -> None:
-    (folder / "recipe.json").mkdir()
-    (folder / "recipe.json" / "cat.png").write_bytes(b"cat")
-
-
-def foreign_temporary(folder: Path) -> None:
-    OLD.save(folder)
-    (folder / ".thesis.txt.0123456789abcdef.tmp").write_text("thesis")
-
-
-def part_of_another_program(folder: Path) -> None:
-    PLAIN.save(folder)
-    (folder / "adapter.safetensors").write_bytes(b"mine")
-
-
-def foreign_lock(folder: Path) -> None:
-    PLAIN.save(folder)
-    (folder / ".lock").write_text("process 7")
-
-
-def similar_json(folder: Path) -> None:
-    (folder / "recipe.json").write_text('{\n  "version": 3,\n  "digest": "abc"\n}\n')
+PANCAKES = '{"name": "pancakes"}'
+SIMILAR = '{\n  "version": 3,\n  "digest": "abc"\n}\n'
 
 
 @pytest.mark.parametrize(
-    ("fill", "message"),
+    ("recipe", "others", "message"),
     [
-        (with_pancakes, "contains 'photos', 'thesis.txt', expected only the files"),
-        (pancakes_alone, "is not a recipe of this package"),
-        (with_notes, "contains 'NOTES.md', expected only the files"),
-        (no_json, "is not a recipe of this package"),
-        (without_recipe, "contains 'report.json', expected only the files"),
-        (folder_of_that_name, "contains 'recipe.json', expected"),
-        (foreign_temporary, "expected only the files of a recipe"),
-        (part_of_another_program, "contains 'adapter.safetensors', expected only"),
-        (foreign_lock, "contains '.lock', expected only the files of a recipe"),
-        (similar_json, "is not a recipe of this package"),
+        (None, {"recipe.json": PANCAKES, "thesis.txt": ""}, "contains 'thesis.txt', expected only"),
+        (None, {"recipe.json": PANCAKES}, "is not a recipe of this package"),
+        (None, {"recipe.json": SIMILAR}, "is not a recipe of this package"),
+        (None, {"recipe.json": "Pancakes: flour, milk, eggs."}, "is not a recipe of this package"),
+        (None, {"recipe.json/cat.png": "cat"}, "contains 'recipe.json', expected"),
+        (None, {"report.json": "{}", "photos/cat.png": "cat"}, "contains 'photos', 'report.json'"),
+        (OLD, {"NOTES.md": "notes"}, "contains 'NOTES.md', expected only the files of a recipe"),
+        (OLD, {".thesis.txt.0123456789abcdef.tmp": "thesis"}, "expected only the files of a"),
+        (PLAIN, {"adapter.safetensors": "mine"}, "contains 'adapter.safetensors', expected only"),
+        (PLAIN, {".lock": "process 7"}, "contains '.lock', expected only the files of a recipe"),
     ],
 )
 def test_saving_deletes_no_foreign_files(
-    tmp_path: Path, fill: Callable[[Path], None], message: str
+    tmp_path: Path, recipe: Recipe | None, others: dict[str, str], message: str
 ) -> None:
     folder = tmp_path / "folder"
-    folder.mkdir()
-    fill(folder)
+    if recipe is not None:
+        recipe.save(folder)
+    for name, content in others.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(content)
     before = contents(tmp_path)
     with pytest.raises(ValueError, match=message.replace(".", r"\.")):
         NEW.save(folder)
     assert contents(tmp_path) == before
 
 
-def truncated(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:40])
-
-
-def emptied(path: Path) -> None:
-    path.write_bytes(b"")
-
-
-def edited(path: Path) -> None:
-    path.write_text(json.dumps({**json.loads(path.read_bytes()), "sink": 4}))
-
-
-def newer(path: Path) -> None:
-    path.write_text(json.dumps({**json.loads(path.read_bytes()), "version": 99, "more": []}))
-
-
-@pytest.mark.parametrize("damage", [truncated, emptied, edited, newer])
-def test_saving_replaces_a_damaged_recipe(tmp_path: Path, damage: Callable[[Path], None]) -> None:
+@pytest.mark.parametrize("change", [{"sink": 4}, {"version": 99, "more": []}, 40, 0])
+def test_saving_replaces_a_damaged_recipe(tmp_path: Path, change: dict[str, Any] | int) -> None:
+    """The JSON has other fields, or is truncated."""
     OLD.save(tmp_path / "recipe", plot=b"png")
-    damage(tmp_path / "recipe" / "recipe.json")
+    path = tmp_path / "recipe" / "recipe.json"
+    content = path.read_text()
+    if isinstance(change, int):
+        path.write_text(content[:change])
+    else:
+        path.write_text(json.dumps(json.loads(content) | change))
     with pytest.raises(ValueError, match=r"is damaged|has version 99"):
         Recipe.load(tmp_path / "recipe")
     NEW.save(tmp_path / "recipe")
@@ -181,11 +131,14 @@ def test_saving_cleans_up_after_a_killed_writer(tmp_path: Path) -> None:
     assert names(folder) == FILES
 
 
-def test_a_huge_json_file_is_refused_without_reading_it(tmp_path: Path) -> None:
+def test_huge_and_deeply_nested_json_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "recipe"
     PLAIN.save(folder)
     os.truncate(folder / "recipe.json", 1 << 40)  # a sparse file of 1 TiB
     with pytest.raises(ValueError, match=r"recipe.json is damaged: found more than 16 MiB"):
+        Recipe.load(folder)
+    (folder / "recipe.json").write_text('{"a": ' * 100_000)
+    with pytest.raises(ValueError, match=r"recipe.json is damaged: found no valid JSON"):
         Recipe.load(folder)
 
 
@@ -336,7 +289,6 @@ def test_a_recipe_replaced_during_loading_is_loaded_completely(
 def test_concurrent_loads_and_saves_return_complete_recipes(tmp_path: Path) -> None:
     folder = tmp_path / "recipe"
     PLAIN.save(folder)
-    errors: list[BaseException] = []
     saved = threading.Event()
     loads = 0
 
@@ -350,24 +302,14 @@ def test_concurrent_loads_and_saves_return_complete_recipes(tmp_path: Path) -> N
             assert is_complete(Recipe.load(folder), OLD, NEW, PLAIN)
             loads += 1
 
-    def noting(work: Callable[..., None], *args: Any) -> None:
-        try:
-            work(*args)
-        except BaseException as error:  # noqa: BLE001
-            errors.append(error)
-
-    writers = [
-        threading.Thread(target=noting, args=(save, [OLD, PLAIN, NEW, OLD, NEW] * 5)),
-        threading.Thread(target=noting, args=(save, [NEW, OLD, PLAIN, NEW, OLD] * 5)),
-    ]
-    reader = threading.Thread(target=noting, args=(load,))
-    for thread in (reader, *writers):
-        thread.start()
-    for thread in writers:
-        thread.join()
-    saved.set()
-    reader.join()
-    assert errors == []
+    with ThreadPoolExecutor(3) as pool:
+        reader = pool.submit(load)
+        orders = [[OLD, PLAIN, NEW, OLD, NEW] * 5, [NEW, OLD, PLAIN, NEW, OLD] * 5]
+        writers = [pool.submit(save, order) for order in orders]
+        wait(writers)
+        saved.set()
+        for work in (reader, *writers):
+            work.result()
     assert loads
     found = Recipe.load(folder)
     assert found.report["name"].encode() == plot_in(folder).read_bytes()

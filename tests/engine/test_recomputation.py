@@ -124,9 +124,7 @@ def test_a_batch_holds_no_more_recomputed_tokens_than_batch_tokens(
 
 
 def test_contexts_without_recomputed_tokens_do_not_count(
-    engine: BlockAttentionEngine,
-    contexts: list[tuple[int, int]],
-    monkeypatch: pytest.MonkeyPatch,
+    engine: BlockAttentionEngine, contexts: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(BlockModel, "batch_tokens", 200)
     prompts = [BlockPrompt((SYSTEM, *PASSAGES), QUESTION) for _ in range(5)]

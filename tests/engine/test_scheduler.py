@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from contextvars import ContextVar
 from functools import partial
@@ -103,6 +104,12 @@ def keep_busy(scheduler: Scheduler, model: Model) -> PendingRequest:
     return first
 
 
+def answered(scheduler: Scheduler, *requests: PendingRequest) -> list[str]:
+    """Submit requests together, and return the texts of their answers."""
+    scheduler.submit(*requests)
+    return [one.result(LONGEST_S).text for one in requests]
+
+
 async def started(model: Model) -> None:
     await asyncio.to_thread(model.wait_until_started)
 
@@ -140,8 +147,7 @@ def test_requests_beyond_the_batch_size_run_in_further_batches(
     scheduler: Scheduler, model: Model
 ) -> None:
     requests = [pending(model, str(n), max_batch=4) for n in range(10)]
-    scheduler.submit(*requests)
-    assert [one.result(LONGEST_S).text for one in requests] == [str(n) for n in range(10)]
+    assert answered(scheduler, *requests) == [str(n) for n in range(10)]
     assert [len(batch) for batch in model.batches] == [4, 4, 2]
 
 
@@ -151,8 +157,7 @@ def test_only_requests_with_equal_options_share_a_batch(scheduler: Scheduler, mo
         pending(model, "a", top_k=1), pending(model, "b", top_k=2), pending(other, "c", top_k=1),
         pending(model, "d", top_k=1),
     ]  # fmt: skip
-    scheduler.submit(*requests)
-    assert [one.result(LONGEST_S).text for one in requests] == ["a", "b", "c", "d"]
+    assert answered(scheduler, *requests) == ["a", "b", "c", "d"]
     assert model.batches == [["a", "d"], ["b"]]
     assert other.batches == [["c"]]
 
@@ -162,26 +167,8 @@ def test_requests_that_cannot_share_a_batch_run_in_order(
 ) -> None:
     model.shares = False
     requests = [pending(model, "a"), pending(model, "b", top_k=1), pending(model, "c")]
-    scheduler.submit(*requests)
-    assert [one.result(LONGEST_S).text for one in requests] == ["a", "b", "c"]
+    assert answered(scheduler, *requests) == ["a", "b", "c"]
     assert model.batches == [["a"], ["b"], ["c"]]
-
-
-class Incomparable:
-    def __eq__(self, other: object) -> bool:
-        raise AttributeError("no attribute")
-
-    __hash__ = None  # type: ignore[assignment]
-
-
-@pytest.mark.parametrize("make", [Incomparable, lambda: torch.ones(2)])
-def test_requests_with_incomparable_options_run_alone(
-    scheduler: Scheduler, model: Model, make: Callable[[], Any]
-) -> None:
-    requests = [pending(model, text, bias=make()) for text in "ab"]
-    scheduler.submit(*requests)
-    assert [one.result(LONGEST_S).text for one in requests] == ["a", "b"]
-    assert model.batches == [["a"], ["b"]]
 
 
 def test_jobs_run_in_order_with_requests(scheduler: Scheduler, model: Model) -> None:
@@ -211,17 +198,13 @@ def test_a_group_waits_for_all_its_running_calls(scheduler: Scheduler, model: Mo
             submitted.wait()
             return request.result(LONGEST_S).text
 
-    threads = [threading.Thread(target=call, args=(text,)) for text in "ab"]
-    for thread in threads:
-        thread.start()
-    submitted.wait()
-    outsider = pending(model, "c")  # does not wait for the group
-    scheduler.submit(outsider)
-    assert outsider.result(LONGEST_S).text == "c"
-    assert model.batches == [["c"]]
-    assert call(None) is None
-    for thread in threads:
-        thread.join(LONGEST_S)
+    with ThreadPoolExecutor(2) as pool:
+        calls = [pool.submit(call, text) for text in "ab"]
+        submitted.wait()
+        assert answered(scheduler, pending(model, "c")) == ["c"]  # does not wait for the group
+        assert model.batches == [["c"]]
+        assert call(None) is None
+        assert [call.result(LONGEST_S) for call in calls] == ["a", "b"]
     assert sorted(model.batches[1]) == ["a", "b"]
 
 
@@ -300,9 +283,7 @@ def test_a_caller_that_times_out_leaves(scheduler: Scheduler, model: Model) -> N
             one.result(timeout=0.001)
         assert one.left
     model.gate.set()
-    last = pending(model, "last")
-    scheduler.submit(last)
-    assert last.result(LONGEST_S).text == "last"
+    assert answered(scheduler, pending(model, "last")) == ["last"]
     assert model.batches == [["first"], ["last"]]
     assert model.left == [[True], [False]]
 
@@ -378,9 +359,7 @@ def test_callers_leave_when_their_event_loop_closes(scheduler: Scheduler, model:
     loop.run_until_complete(asyncio.wait([task]))
     loop.close()
     model.gate.set()
-    last = pending(model, "last")
-    scheduler.submit(last)
-    assert last.result(LONGEST_S).text == "last"
+    assert answered(scheduler, pending(model, "last")) == ["last"]
 
 
 # -- threads ---------------------------------------------------------------------------------------
@@ -408,21 +387,6 @@ def test_uses_the_thread_count_of_the_caller(scheduler: Scheduler) -> None:
             assert job.result(LONGEST_S) == number
     finally:
         torch.set_num_threads(mine)
-
-
-def test_loops_of_several_threads_share_one_queue(scheduler: Scheduler, model: Model) -> None:
-    found: list[str] = []
-    threads = [
-        threading.Thread(
-            target=lambda n=n: found.append(asyncio.run(ask(scheduler, model, str(n))))
-        )
-        for n in range(8)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(LONGEST_S)
-    assert sorted(found) == [str(n) for n in range(8)]
 
 
 def test_a_nested_call_runs_immediately(scheduler: Scheduler, model: Model) -> None:

@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from transformers import LogitsProcessor
 
 from blockattn_rag import BlockAttentionEngine
-from tests.engines import Outcome, outcome, tuned_model
+from tests.engines import HOW, MODE, Outcome, answers, outcome, tuned_model
 from tests.models import tiny_tokenizer
 from tests.saying import says
 
@@ -25,21 +24,9 @@ def engine() -> BlockAttentionEngine:
     return BlockAttentionEngine(tuned_model(letters="abcdefghijklmnop"))
 
 
-def answers(engine: BlockAttentionEngine, how: str, **options: Any) -> list[Outcome]:
+def outcomes(engine: BlockAttentionEngine, how: str, **options: Any) -> list[Outcome]:
     options = {"max_new_tokens": NEW, **options}
-    if how == "batch":
-        return [outcome(one) for one in engine.generate_batch(PROMPTS, **options)]
-    if how == "alone":
-        return [outcome(engine.generate(prompt, **options)) for prompt in PROMPTS]
-    streams = [[*engine.stream(prompt, **options)] for prompt in PROMPTS]
-    for chunks in streams:
-        assert chunks[-1].generation is not None
-        assert "".join(chunk.text for chunk in chunks) == chunks[-1].generation.text
-    return [outcome(chunks[-1].generation) for chunks in streams if chunks[-1].generation]
-
-
-HOW = pytest.mark.parametrize("how", ["alone", "batch", "stream"])
-MODE = pytest.mark.parametrize("mode", ["block", "full"])
+    return [outcome(one) for one in answers(engine, how, PROMPTS, **options)]
 
 
 @HOW
@@ -47,9 +34,9 @@ MODE = pytest.mark.parametrize("mode", ["block", "full"])
 def test_a_stop_string_in_the_prompt_is_ignored(
     engine: BlockAttentionEngine, how: str, mode: str
 ) -> None:
-    free = answers(engine, how, mode=mode)
+    free = outcomes(engine, how, mode=mode)
     stop = [f"?{text[:2]}" for text, _, _ in free]
-    assert answers(engine, how, mode=mode, stop=stop) == free
+    assert outcomes(engine, how, mode=mode, stop=stop) == free
 
 
 def test_stop_strings_do_not_span_prompt_and_answer(engine: BlockAttentionEngine) -> None:
@@ -61,9 +48,10 @@ def test_stop_strings_do_not_span_prompt_and_answer(engine: BlockAttentionEngine
 @HOW
 @MODE
 def test_ends_with_the_completing_token(engine: BlockAttentionEngine, how: str, mode: str) -> None:
-    free = answers(engine, "alone", mode=mode)
+    free = outcomes(engine, "alone", mode=mode)
     stop = free[0][0][3:6]
-    for (text, ids, _), found in zip(free, answers(engine, how, mode=mode, stop=stop), strict=True):
+    stopped = outcomes(engine, how, mode=mode, stop=stop)
+    for (text, ids, _), found in zip(free, stopped, strict=True):
         at = text.find(stop)
         whole, end = (text, "length") if at < 0 else (text[:at], "stop")
         assert found == (whole, ids[: NEW if at < 0 else at + len(stop)], end)
@@ -77,7 +65,7 @@ def test_no_token_is_computed_after_a_stop_string(engine: BlockAttentionEngine) 
             self.count += 1
             return scores
 
-    (text, _, _), *_ = answers(engine, "alone")
+    (text, _, _), *_ = outcomes(engine, "alone")
     steps: Any = Steps()
     options: dict[str, Any] = {"max_new_tokens": NEW, "logits_processor": [steps]}
     engine.generate(PROMPTS[0], stop=text[3:6], **options)
@@ -85,43 +73,26 @@ def test_no_token_is_computed_after_a_stop_string(engine: BlockAttentionEngine) 
 
 
 def test_stop_strings_is_an_alias_of_stop(engine: BlockAttentionEngine) -> None:
-    (text, _, _), *_ = free = answers(engine, "alone")
+    (text, _, _), *_ = free = outcomes(engine, "alone")
     stop = text[3:6]
-    expected = answers(engine, "alone", stop=stop)
+    expected = outcomes(engine, "alone", stop=stop)
     for given in (stop, [stop]):
         options: dict[str, Any] = {"stop_strings": given, "tokenizer": tiny_tokenizer()}
-        assert answers(engine, "batch", **options) == expected
+        assert outcomes(engine, "batch", **options) == expected
     config = engine.model.hf_model.generation_config
     assert config is not None
     config.stop_strings = [stop]
     try:
-        assert answers(engine, "batch") == answers(engine, "alone") == expected != free
+        assert outcomes(engine, "batch") == outcomes(engine, "alone") == expected != free
     finally:
         config.stop_strings = None
 
 
-@pytest.mark.parametrize("how", ["alone", "batch"])
-def test_no_tables_are_built_for_stop_strings(
-    engine: BlockAttentionEngine, how: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    built: list[object] = []
-    kind: Any = transformers.StopStringCriteria
-    make = kind.__init__
-
-    def note(*given: Any) -> None:
-        built.append(given)
-        make(*given)
-
-    monkeypatch.setattr(kind, "__init__", note)
-    answers(engine, how, stop=["zz"])
-    assert not built
-
-
 @MODE
 def test_beams_end_at_stop_strings_of_the_answer(engine: BlockAttentionEngine, mode: str) -> None:
-    free = answers(engine, "alone", mode=mode, num_beams=2)
+    free = outcomes(engine, "alone", mode=mode, num_beams=2)
     stop = [f"?{text[:2]}" for text, _, _ in free]
-    assert answers(engine, "alone", mode=mode, num_beams=2, stop=stop) == free
+    assert outcomes(engine, "alone", mode=mode, num_beams=2, stop=stop) == free
     text, _, _ = free[2]
     options: dict[str, Any] = {"num_beams": 2, "max_new_tokens": NEW}
     found = engine.generate(PROMPTS[2], mode=mode, stop=text[2:5], **options)  # type: ignore[arg-type]
@@ -133,7 +104,7 @@ def test_beams_end_at_stop_strings_of_the_answer(engine: BlockAttentionEngine, m
 
 def test_a_drafted_answer_ends_at_its_stop_string(engine: BlockAttentionEngine) -> None:
     drafting: Any = {"mode": "full", "max_new_tokens": NEW, "prompt_lookup_num_tokens": 3}
-    (text, ids, _), *_ = answers(engine, "alone", mode="full")
+    (text, ids, _), *_ = outcomes(engine, "alone", mode="full")
     found = engine.generate(PROMPTS[0], stop=text[3:6], **drafting)
     end = text.index(text[3:6])
     assert outcome(found) == (text[:end], ids[: end + 3], "stop")
@@ -141,4 +112,4 @@ def test_a_drafted_answer_ends_at_its_stop_string(engine: BlockAttentionEngine) 
 
 @pytest.mark.parametrize("stop", ["", [], None])
 def test_an_empty_stop_list_has_no_effect(engine: BlockAttentionEngine, stop: Any) -> None:
-    assert answers(engine, "alone", stop=stop) == answers(engine, "alone")
+    assert outcomes(engine, "alone", stop=stop) == outcomes(engine, "alone")

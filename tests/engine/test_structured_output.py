@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -30,6 +32,17 @@ SCHEMA: dict[str, Any] = {
 }
 OTHER = {"choice": ["yes", "no"]}
 NEW = 120
+
+
+@contextmanager
+def busy(engine: BlockAttentionEngine) -> Iterator[None]:
+    """Occupy the model, so that requests wait and then share a batch."""
+    with holding() as held:
+        first = engine.submit(["held"], max_new_tokens=2)
+        held.wait_for_token()
+        yield
+        held.let_go()
+        first.result(LONGEST_S)
 
 
 def by_schema(name: str = "Tower") -> dict[str, Any]:
@@ -77,14 +90,10 @@ def test_rows_have_their_own_grammar(engine: BlockAttentionEngine, batch_sizes: 
     alone = [
         engine.generate(one, **options, **how).text for one, how in zip(prompts, asked, strict=True)
     ]
-    with holding() as held:
-        busy = engine.submit(["held"], max_new_tokens=2)
-        held.wait_for_token()
+    with busy(engine):
         waiting = [
             engine.submit(one, **options, **how) for one, how in zip(prompts, asked, strict=True)
         ]
-        held.let_go()
-        busy.result(LONGEST_S)
     together = [one.result(LONGEST_S).text for one in waiting]
     assert together == alone
     assert batch_sizes == [4]
@@ -125,13 +134,9 @@ def test_invalid_schema_is_refused_first(engine: BlockAttentionEngine) -> None:
 
 
 def test_a_refused_grammar_does_not_affect_its_batch(engine: BlockAttentionEngine) -> None:
-    with holding() as held:
-        busy = engine.submit(["held"], max_new_tokens=2)
-        held.wait_for_token()
+    with busy(engine):
         bad = engine.submit(A, structured_outputs={"json": {"not": {}}})
         good = engine.submit(A, structured_outputs=OTHER)
-        held.let_go()
-        busy.result(LONGEST_S)
     assert good.result(LONGEST_S).text in OTHER["choice"]
     with pytest.raises(GrammarError, match='"not"'):
         bad.result(LONGEST_S)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -134,13 +133,6 @@ def test_a_turn_only_computes_new_tokens_and_gives_the_same_answer(
     assert not kept(plain)
 
 
-def test_a_repeated_question_only_computes_its_last_token(engine: BlockAttentionEngine) -> None:
-    first, again = (engine.generate([*CONTEXT, "Who?"], max_new_tokens=NEW) for _ in range(2))
-    assert again.token_ids == first.token_ids
-    assert again.stats.computed_tokens == 1
-    assert len(kept(engine)) == 1
-
-
 def test_a_changed_turn_is_recomputed(
     engine: BlockAttentionEngine, plain: BlockAttentionEngine
 ) -> None:
@@ -191,12 +183,7 @@ def test_autocast_leaves_no_tail(engine: BlockAttentionEngine) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {"mode": "full"},
-        {"num_beams": 2},
-        {"do_sample": False},
-        {"repetition_penalty": 1.2},
-    ],
+    [{"mode": "full"}, {"num_beams": 2}, {"do_sample": False}, {"repetition_penalty": 1.2}],
     ids=str,
 )
 def test_requests_with_special_options_neither_leave_nor_use_tails(
@@ -230,36 +217,31 @@ def test_batches_neither_leave_nor_use_tails() -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "setting", "context"),
+    ("family", "setting", "context", "assembly", "is_kept"),
     [
-        ("mistral, sliding window", {}, []),
-        ("llama", {"prompt_lookup_num_tokens": 2}, []),
-        ("llama", {"num_beams": 2}, []),
+        ("mistral, sliding window", {}, [], "auto", False),
+        ("llama", {"prompt_lookup_num_tokens": 2}, [], "auto", False),
+        ("llama", {"num_beams": 2}, [], "auto", False),
+        ("mistral, sliding window", {}, CONTEXT, "relay", True),
+        ("mistral, sliding window", {}, CONTEXT, "copy", False),
+        ("gemma3", {}, CONTEXT, "relay", True),
+        ("gemma3", {}, CONTEXT, "copy", False),
     ],
     ids=str,
 )
-def test_windows_leave_no_tail(family: str, setting: dict[str, Any], context: list[str]) -> None:
-    kind, config = SUPPORTED[family]
-    model = readable(BlockModel(tiny_model(kind, **config), tiny_tokenizer()))
-    engine, plain = (BlockAttentionEngine(model, resident_bytes=n) for n in (1 << 30, 0))
-    for name, value in setting.items():
-        setattr(model.hf_model.generation_config, name, value)
-    for prompt, answer in turns(engine, context):
-        assert answer.token_ids == plain.generate(prompt, max_new_tokens=NEW).token_ids
-    assert not kept(engine)
-
-
-@pytest.mark.parametrize("family", ["mistral, sliding window", "gemma3"])
-@pytest.mark.parametrize("assembly", ["relay", "copy"])
-def test_windows_leave_a_tail_if_blocks_are_read_in_place(family: str, assembly: Any) -> None:
+def test_windows_leave_a_tail_only_if_blocks_are_read_in_place(
+    family: str, setting: dict[str, Any], context: list[str], assembly: Any, is_kept: bool
+) -> None:
     kind, config = SUPPORTED[family]
     model = readable(BlockModel(tiny_model(kind, **config), tiny_tokenizer()))
     engine, plain = (
         BlockAttentionEngine(model, resident_bytes=n, assembly=assembly) for n in (1 << 30, 0)
     )
-    for prompt, answer in turns(engine, CONTEXT):
+    for name, value in setting.items():
+        setattr(model.hf_model.generation_config, name, value)
+    for prompt, answer in turns(engine, context):
         assert answer.token_ids == plain.generate(prompt, max_new_tokens=NEW).token_ids
-    assert bool(kept(engine)) == (assembly == "relay")
+    assert bool(kept(engine)) == is_kept
 
 
 def test_a_conversation_continues_after_a_stop_string(
@@ -297,18 +279,6 @@ def test_every_conversation_has_its_own_tail(
             assert answer.token_ids == plain.generate(prompt, max_new_tokens=NEW).token_ids
             assert not turn or answer.stats.computed_tokens == new_tokens(turn)
     assert len(kept(engine)) == 2
-
-
-def test_concurrent_conversations_use_tails(
-    engine: BlockAttentionEngine, plain: BlockAttentionEngine
-) -> None:
-    def talk(name: str) -> list[tuple[list[str], Generation]]:
-        return list(turns(engine, CONTEXT, name))
-
-    with ThreadPoolExecutor(3) as pool:
-        talks = list(pool.map(talk, ("one: ", "two: ", "three: ")))
-    for prompt, answer in (turn for talked in talks for turn in talked):
-        assert answer.token_ids == plain.generate(prompt, max_new_tokens=NEW).token_ids
 
 
 def test_tails_are_limited_and_the_least_recently_used_is_evicted(model: BlockModel) -> None:

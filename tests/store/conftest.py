@@ -114,40 +114,31 @@ def maintained(request: pytest.FixtureRequest, tmp_path: Path) -> Raw[Maintained
 
 @pytest.fixture(params=["directory", "objects", "redis"])
 def encoded(request: pytest.FixtureRequest, tmp_path: Path) -> Raw[KVStore]:
-    match request.param:
-        case "directory":
-            return raw_directory(tmp_path / "kv")
-        case "objects":
-            return raw_objects()
-        case _:
-            return raw_redis(request.getfixturevalue("redis_url"))
+    kinds: dict[str, Callable[[], Raw[KVStore]]] = {
+        "directory": lambda: raw_directory(tmp_path / "kv"),
+        "objects": raw_objects,
+        "redis": lambda: raw_redis(request.getfixturevalue("redis_url")),
+    }
+    return kinds[request.param]()
 
 
 @pytest.fixture(
-    params=[
-        *("memory", "memory on the host", "directory"),
-        *("objects", "s3", "redis", "tiers"),
-    ]
+    params=["memory", "memory on the host", "directory", "objects", "s3", "redis", "tiers"]
 )
 def any_store(request: pytest.FixtureRequest, tmp_path: Path) -> KVStore:
     """An empty store, of each kind in turn."""
-    return _open(request, tmp_path)
+    return opened(request, tmp_path)
 
 
-def _open(request: pytest.FixtureRequest, path: Path) -> KVStore:
-    match request.param:
-        case "memory":
-            return MemoryStore(1 << 30)
-        case "memory on the host":
-            return MemoryStore(1 << 30, on_host=True)
-        case "directory":
-            return DirectoryStore(path / "kv")
-        case "objects":
-            return objects_in_memory()
-        case "s3":
-            return ObjectStore(request.getfixturevalue("s3"))
-        case "redis":
-            redis: RedisStore = request.getfixturevalue("redis")
-            return redis
-        case _:
-            return TieredStore(MemoryStore(1 << 30), path / "near", objects_in_memory())
+def opened(request: pytest.FixtureRequest, path: Path) -> KVStore:
+    """Open an empty store of the kind ``request.param``."""
+    kinds: dict[str, Callable[[], KVStore]] = {
+        "memory": lambda: MemoryStore(1 << 30),
+        "memory on the host": lambda: MemoryStore(1 << 30, on_host=True),
+        "directory": lambda: DirectoryStore(path / "kv"),
+        "objects": objects_in_memory,
+        "s3": lambda: ObjectStore(request.getfixturevalue("s3")),
+        "redis": lambda: request.getfixturevalue("redis"),
+        "tiers": lambda: TieredStore(MemoryStore(1 << 30), path / "near", objects_in_memory()),
+    }
+    return kinds[request.param]()

@@ -148,58 +148,42 @@ def _claimed(asked: str, found: str, nbytes: int) -> str:
     return f"bytes {first}-{first + nbytes - 1}/{found.rpartition('/')[2]}"
 
 
-def campaign(
-    store: KVStore,
-    kvs: Sequence[BlockKV],
-    *,
-    reads: int,
-    readers: int = 32,
-    writers: int = 4,
-    late_s: float,
-    seed: int = 0,
-) -> Counter[str]:
-    """Read random blocks while they are written. Returns the number of each outcome.
+def campaign(store: KVStore, kvs: Sequence[BlockKV], *, reads: int, late_s: float) -> Counter[str]:
+    """Read random blocks in 32 threads while 4 threads write them. Returns the number of each
+    outcome.
 
     ``found``, ``absent`` and ``failed`` are allowed. ``wrong`` (not the block that was put) and
     ``late`` (a call that took longer than ``late_s``) are errors.
     """
-    outcomes: Counter[str] = Counter()
-    lock = threading.Lock()
     ended = threading.Event()
 
-    def read(number: int) -> None:
-        choose = random.Random(seed * 1000 + number)
-        for _ in range(reads // readers):
-            asked = choose.sample(list(kvs), choose.randint(1, 4))
-            started = time.monotonic()
-            found = store.get_many([kv.key for kv in asked])
-            took_s = time.monotonic() - started
-            seen = Counter(_judged(one, kv) for one, kv in zip(found, asked, strict=True))
-            with lock:
-                outcomes.update(seen)
-                outcomes.update(reads=1, late=int(took_s > late_s))
+    def read(seed: int) -> Counter[str]:
+        choose = random.Random(seed)
+        asked = choose.sample(list(kvs), choose.randint(1, 4))
+        started = time.monotonic()
+        found = store.get_many([kv.key for kv in asked])
+        is_late = time.monotonic() - started > late_s
+        outcomes = Counter(_judged(one, kv) for one, kv in zip(found, asked, strict=True))
+        return outcomes + Counter(reads=1, late=int(is_late))
 
-    def write(number: int) -> None:
-        choose = random.Random(seed * 1000 + 500 + number)
+    def write(seed: int) -> Counter[str]:
+        choose, outcomes = random.Random(seed), Counter[str]()
         while not ended.is_set():
             kv = choose.choice(kvs)
             try:
                 store.put(kv.key, kv)
-                outcome = "written"
+                outcomes["written"] += 1
             except StoreError:
-                outcome = "not written"
-            with lock:
-                outcomes[outcome] += 1
+                outcomes["not written"] += 1
+        return outcomes
 
-    with ThreadPoolExecutor(readers + writers) as pool:
-        writing = [pool.submit(write, number) for number in range(writers)]
+    with ThreadPoolExecutor(36) as pool:
+        writing = [pool.submit(write, number) for number in range(4)]
         try:
-            list(pool.map(read, range(readers)))
+            outcomes = sum(pool.map(read, range(reads)), Counter())
         finally:
             ended.set()
-        for one in writing:
-            one.result()
-    return outcomes
+        return sum((one.result() for one in writing), outcomes)
 
 
 def _judged(found: BlockKV | StoreError | None, expected: BlockKV) -> str:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import hashlib
+import random
 from typing import TYPE_CHECKING
 
 import torch
 from hypothesis import strategies as st
 
+from blockattn_rag.errors import StoreError
 from blockattn_rag.kv.block_kv import BlockKV
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
+
+    from blockattn_rag.store import KVStore
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 DTYPES = (*FLOATS, torch.float8_e4m3fn, torch.float8_e5m2)
@@ -83,6 +87,31 @@ def same(a: BlockKV, b: BlockKV) -> bool:
             for x, y in zip(tensors_a, tensors_b, strict=True)
         )
     )
+
+
+def call_at_random(store: KVStore, blocks: Sequence[BlockKV], seed: int) -> None:
+    """Call methods of a store in random order, and check the blocks that it returns."""
+    choose = random.Random(seed)
+    for _ in range(15):
+        kv = choose.choice(blocks)
+        match choose.choice(["put", "get", "get many", "delete", "touch", "keys"]):
+            case "put":
+                store.put(kv.key, kv)
+            case "get":
+                found = store.get(kv.key)
+                assert found is None or same(found, kv)
+            case "get many":
+                for kv, entry in zip(
+                    blocks, store.get_many([kv.key for kv in blocks]), strict=True
+                ):
+                    assert not isinstance(entry, StoreError)
+                    assert entry is None or same(entry, kv)
+            case "delete":
+                store.delete(kv.key)
+            case "touch":
+                store.touch(kv.key)
+            case "keys":
+                assert set(store.keys()) <= {kv.key for kv in blocks}
 
 
 def kvs(dtypes: Sequence[torch.dtype] = DTYPES) -> st.SearchStrategy[BlockKV]:

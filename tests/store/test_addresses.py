@@ -20,13 +20,6 @@ from blockattn_rag.store import (
 from blockattn_rag.store.urls import lasts, reason, scheme_of
 
 
-@pytest.mark.parametrize("kind", [str, Path])
-def test_path_opens_a_directory_store(tmp_path: Path, kind: type[str] | type[Path]) -> None:
-    opened = open_store(kind(tmp_path / "kv"))
-    assert isinstance(opened, DirectoryStore)
-    assert opened.path == tmp_path / "kv"
-
-
 def test_a_cache_without_a_home_store_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     pytest.importorskip("redis")
     open_store("redis://localhost:1/0")  # connects on first use
@@ -43,29 +36,33 @@ def test_open_store_accepts_stores_and_refuses_other_types() -> None:
         open_store(3)  # type: ignore[arg-type]
 
 
-def test_file_address_opens_a_directory_store(tmp_path: Path) -> None:
+def test_path_or_file_address_opens_a_directory_store(tmp_path: Path) -> None:
     folder = tmp_path / "a b"
-    opened = open_store(f"file://{tmp_path}/a%20b")
-    assert isinstance(opened, DirectoryStore)
-    assert opened.path == folder
+    for spec in (folder, str(folder), f"file://{tmp_path}/a%20b"):
+        opened = open_store(spec)
+        assert isinstance(opened, DirectoryStore)
+        assert opened.path == folder
     with pytest.raises(ValueError, match="absolute path on this machine"):
         open_store("file://elsewhere/kv")
 
 
-@pytest.mark.parametrize("url", ["s3://bucket/kv", "gs://bucket/kv", "az://container/kv"])
-def test_bucket_opens_an_object_store(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("obstore")
+@pytest.mark.parametrize(
+    ("kind", "url"),
+    [
+        (ObjectStore, "s3://bucket/kv"),
+        (ObjectStore, "gs://bucket/kv"),
+        (ObjectStore, "az://container/kv"),
+        (RedisStore, "redis://host:1/2"),
+        (RedisStore, "rediss://host:1/2"),
+    ],
+)
+def test_address_opens_a_remote_store(
+    kind: type[ObjectStore | RedisStore], url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("obstore" if kind is ObjectStore else "redis")
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "account")
     opened = open_store(url)
-    assert isinstance(opened, ObjectStore)
-    assert opened.url == url
-
-
-@pytest.mark.parametrize("url", ["redis://host:1/2", "rediss://host:1/2"])
-def test_redis_address_opens_a_redis_store(url: str) -> None:
-    pytest.importorskip("redis")
-    opened = open_store(url)
-    assert isinstance(opened, RedisStore)
+    assert isinstance(opened, kind)
     assert opened.url == url
 
 

@@ -6,11 +6,9 @@ import pickle
 from pathlib import Path
 
 import pytest
-from llama_index.core.schema import TextNode
 
 from blockattn_rag import BlockAttentionEngine
-from blockattn_rag.langchain import ChatBlockAttention
-from blockattn_rag.llama_index import BlockAttentionLLM, BlockKVTransform
+from blockattn_rag.llama_index import BlockKVTransform
 from blockattn_rag.model import BlockModel
 from tests.models import tiny_model, tiny_tokenizer
 
@@ -49,21 +47,6 @@ def test_the_next_engine_reuses_stored_blocks_with_the_same_answer(
     ]
     assert [answer.stats.hits for answer in answers] == [2, 0]
     assert answers[0].token_ids == answers[1].token_ids
-
-
-def test_the_adapters_share_a_bucket_and_can_be_pickled(folder: Path, s3: str) -> None:
-    transform = BlockKVTransform(model_name=str(folder), kv_store=s3)
-    assert transform.to_dict()["store"] == s3
-    (_,) = transform([TextNode(text=TEXTS[0])])
-    assert transform.stats is not None
-    assert transform.stats.computed == 1
-    again = pickle.loads(pickle.dumps(transform))
-    again([TextNode(text=TEXTS[0])])
-    assert (again.stats.computed, again.stats.reused) == (0, 1)
-    llm = BlockAttentionLLM(model_name=str(folder), kv_store=s3)
-    assert repr(llm.engine.store) == f"ObjectStore({s3!r})"
-    chat = ChatBlockAttention(model=str(folder), kv_store=s3)
-    assert chat.engine.store.get(next(iter(llm.engine.store.keys()))) is not None
 
 
 def test_a_memory_store_is_not_shared_between_processes(folder: Path) -> None:

@@ -15,8 +15,7 @@ from blockattn_rag.errors import StoreError
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.store import DirectoryStore
 from blockattn_rag.store.base import ReadResult
-from blockattn_rag.store.concurrency import SingleFlight, WriteQueue
-from blockattn_rag.store.tier import CircuitBreaker
+from blockattn_rag.store.concurrency import CircuitBreaker, SingleFlight, WriteQueue
 from tests.store.kvs import make_kv
 
 KV, OTHER = make_kv("first"), make_kv("other")
@@ -190,53 +189,27 @@ def test_a_normal_exit_completes_queued_writes(tmp_path: Path) -> None:
 # Circuit breaker
 
 
-class Clock:
+def test_breaker_opens_after_consecutive_failures_and_allows_one_call_per_pause() -> None:
     now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-def breaker(clock: Clock) -> CircuitBreaker:
-    return CircuitBreaker(3, 10.0, clock)
-
-
-def test_breaker_opens_after_consecutive_failures(breaker: CircuitBreaker) -> None:
+    breaker = CircuitBreaker(3, 10.0, lambda: now)
     assert [breaker.failed(), breaker.failed()] == [False, False]
     assert not breaker.succeeded()
     assert [breaker.failed(), breaker.failed()] == [False, False]
     assert breaker.allows()
     assert breaker.failed()
     assert breaker.is_open
+    now += 9.9
     assert not breaker.allows()
-
-
-def test_open_breaker_allows_one_call_per_pause(breaker: CircuitBreaker, clock: Clock) -> None:
-    for _ in range(3):
-        breaker.failed()
-    clock.now += 9.9
-    assert not breaker.allows()
-    clock.now += 0.2
+    now += 0.2
     assert [breaker.allows() for _ in range(3)] == [True, False, False]
-    clock.now += 9.9  # the caller that retries reports no result
+    now += 9.9  # the caller that retries reports no result
     assert not breaker.allows()
-    clock.now += 0.2
+    now += 0.2
     assert breaker.allows()
     assert not breaker.failed()  # it was already open
-    clock.now += 9.9
+    now += 9.9
     assert not breaker.allows()
-
-
-def test_success_closes_the_breaker(breaker: CircuitBreaker, clock: Clock) -> None:
-    for _ in range(3):
-        breaker.failed()
-    clock.now += 11
+    now += 0.2
     assert breaker.allows()
     assert breaker.succeeded()
     assert not breaker.is_open

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import random
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
 
-from blockattn_rag.errors import StoreError
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.store import KVStore
-from tests.store.kvs import make_kv, same
+from tests.store.kvs import call_at_random, make_kv, same
 
 KVS = [make_kv(f"passage {i}", tokens=2 + i) for i in range(5)]
 KEYS = [kv.key for kv in KVS]
@@ -94,24 +93,5 @@ def test_put_refuses_wrong_keys_and_malformed_blocks(any_store: KVStore) -> None
 
 
 def test_threads_read_complete_blocks(any_store: KVStore) -> None:
-    def work(seed: int) -> None:
-        choose = random.Random(seed)
-        for _ in range(15):
-            i = choose.randrange(len(KVS))
-            match choose.choice(["put", "get", "get many", "delete", "touch"]):
-                case "put":
-                    any_store.put(KEYS[i], KVS[i])
-                case "get":
-                    kv = any_store.get(KEYS[i])
-                    assert kv is None or same(kv, KVS[i])
-                case "get many":
-                    for kv, one in zip(KVS, any_store.get_many(KEYS), strict=True):
-                        assert not isinstance(one, StoreError)
-                        assert one is None or same(one, kv)
-                case "delete":
-                    any_store.delete(KEYS[i])
-                case "touch":
-                    any_store.touch(KEYS[i])
-
     with ThreadPoolExecutor(6) as pool:
-        list(pool.map(work, range(6)))
+        list(pool.map(partial(call_at_random, any_store, KVS), range(6)))

@@ -1,4 +1,4 @@
-"""Writers that are killed, and concurrent writers of the same keys."""
+"""Writers that are killed."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import signal
 from typing import TYPE_CHECKING
 
 import pytest
-import torch
 
 from blockattn_rag.store import DirectoryStore, gc, verify
 from tests.processes import PROCESSES
 from tests.store.kvs import same
-from tests.store.writers import STEPS, die_at, kill_writers, passage, write_times
+from tests.store.writers import STEPS, die_at, kill_writers, passage
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -45,24 +44,3 @@ def test_killed_writer_leaves_old_or_new_entry(tmp_path: Path, step: str) -> Non
     assert (report.ok, report.leftovers.count) == (1, 0 if step == "renamed" else 1)
     assert gc(store, {old.handle}, grace_s=0).leftovers == report.leftovers
     assert not list(store.leftovers())
-
-
-def test_concurrent_writers_of_the_same_keys_leave_complete_entries(tmp_path: Path) -> None:
-    store = DirectoryStore(tmp_path)
-    writers = [
-        PROCESSES.Process(target=write_times, args=(tmp_path, filled_with, 10))
-        for filled_with in (1, 2)
-    ]
-    for writer in writers:
-        writer.start()
-    keys = [passage(number).key for number in range(5)]
-    reads = 0
-    while any(writer.is_alive() for writer in writers) or not reads:
-        for key in keys:
-            if (kv := store.get(key)) is not None:
-                reads += 1
-                seen = torch.cat([t.flatten() for t in (*kv.keys, *kv.values)])
-                assert seen.min() == seen.max()
-    assert [writer.exitcode for writer in writers] == [0, 0]
-    report = verify(store)
-    assert (report.ok, report.damaged.count, report.leftovers.count) == (5, 0, 0)

@@ -92,6 +92,16 @@ def test_describe_returns_the_header(maintained: Raw[MaintainedStore]) -> None:
     assert store.describe(OTHER.key) is None
 
 
+def test_discard_keeps_entries_that_were_used(maintained: Raw[MaintainedStore]) -> None:
+    store = maintained.store
+    store.put(KEY, KV)
+    (entry,) = store.entries()
+    assert store.discard(KEY, entry.used_ns - 2 * 10**9) is False
+    assert KEY in store
+    assert store.discard(KEY, entry.used_ns)
+    assert store.discard(KEY, entry.used_ns) is None
+
+
 def test_read_blocks_do_not_change(encoded: Raw[KVStore]) -> None:
     encoded.store.put(KEY, KV)
     held = encoded.store.get(KEY)

@@ -29,6 +29,15 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("blockattn_rag.store.object_client._PART_BYTES", 6000)
 
 
+@pytest.fixture
+def filled(s3: str) -> str:
+    """Address of a store that contains all blocks."""
+    store = ObjectStore(s3)
+    for kv in KVS:
+        store.put(kv.key, kv)
+    return s3
+
+
 def opened(
     s3: str,
     url: str,
@@ -42,27 +51,23 @@ def opened(
 
 @pytest.mark.parametrize("fault", ["503", "truncated", "other range", "hangs", "hangs within"])
 def test_faults_are_reported_before_the_deadline(
-    s3: str, s3_url: str, monkeypatch: pytest.MonkeyPatch, fault: Fault
+    filled: str, s3_url: str, monkeypatch: pytest.MonkeyPatch, fault: Fault
 ) -> None:
-    kv = KVS[0]
-    ObjectStore(s3).put(kv.key, kv)
     with faulty(s3_url, {fault: 1.0}) as server:
-        store = opened(s3, server.url, monkeypatch, deadline_s=0.5)
+        store = opened(filled, server.url, monkeypatch, deadline_s=0.5)
         started = time.monotonic()
         with pytest.raises(StoreError, match="Cannot read s3://bucket/store-") as told:
-            store.get(kv.key)
+            store.get(KVS[0].key)
         assert time.monotonic() - started < LATE_S
         assert not isinstance(told.value, CorruptEntryError)
 
 
 @pytest.mark.parametrize("fault", ["other bytes", "flipped bit"])
 def test_wrong_bytes_are_detected(
-    s3: str, s3_url: str, monkeypatch: pytest.MonkeyPatch, fault: Fault
+    filled: str, s3_url: str, monkeypatch: pytest.MonkeyPatch, fault: Fault
 ) -> None:
-    kv = KVS[0]
-    ObjectStore(s3).put(kv.key, kv)
     with faulty(s3_url, {fault: 1.0}) as server, pytest.raises(StoreError):
-        opened(s3, server.url, monkeypatch).get(kv.key)
+        opened(filled, server.url, monkeypatch).get(KVS[0].key)
 
 
 def test_retries_after_a_fault(s3: str, s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,13 +82,10 @@ def test_retries_after_a_fault(s3: str, s3_url: str, monkeypatch: pytest.MonkeyP
 
 
 def test_reads_of_a_faulty_server_are_never_wrong(
-    s3: str, s3_url: str, monkeypatch: pytest.MonkeyPatch
+    filled: str, s3_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = ObjectStore(s3)
-    for kv in KVS:
-        whole.put(kv.key, kv)
     with faulty(s3_url, ALL) as server:
-        store = opened(s3, server.url, monkeypatch)
+        store = opened(filled, server.url, monkeypatch)
         outcomes = campaign(store, KVS, reads=READS, late_s=LATE_S)
     assert outcomes["reads"] == READS
     assert (outcomes["wrong"], outcomes["late"]) == (0, 0)
@@ -93,13 +95,10 @@ def test_reads_of_a_faulty_server_are_never_wrong(
 
 
 def test_tiers_answer_reads_despite_faults_of_the_home_store(
-    s3: str, s3_url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    filled: str, s3_url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    whole = ObjectStore(s3)
-    for kv in KVS:
-        whole.put(kv.key, kv)
     with faulty(s3_url, ALL | {"hangs": 0.02}) as server:
-        home = opened(s3, server.url, monkeypatch)
+        home = opened(filled, server.url, monkeypatch)
         near = MemoryStore(4 * KVS[0].nbytes)
         store = TieredStore(near, tmp_path / "kv", home, pause_s=0.2)
         outcomes = campaign(store, KVS, reads=READS, late_s=4 * LATE_S)

@@ -9,8 +9,7 @@ import pytest
 
 from blockattn_rag.errors import CorruptEntryError, FingerprintMismatchError, StoreError
 from blockattn_rag.kv.block_kv import BlockKV
-from blockattn_rag.store.base import ReadResult
-from blockattn_rag.store.find_blocks import find_blocks
+from blockattn_rag.store.base import ReadResult, find_blocks
 from tests.store.kvs import make_kv
 
 OWN = [replace(make_kv(f"passage {i}"), namespace="own") for i in range(3)]

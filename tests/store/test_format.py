@@ -19,10 +19,9 @@ from safetensors import torch as safetensors_torch
 
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.kv.quantization import KVScales
-from blockattn_rag.store.checks import DTYPES, check_storable, is_finite
+from blockattn_rag.store.checks import DTYPES, check_entry, is_finite
 from blockattn_rag.store.format import decode, encode
-from blockattn_rag.store.header import FormatError, read_header
-from blockattn_rag.store.layout import Layout
+from blockattn_rag.store.header import FormatError, LayerShape, Layout, read_header, share_of
 from tests.store.kvs import kvs, make_kv, quantized_kvs, same
 
 FORMAT_PAGE = Path(__file__).parents[2] / "docs" / "format.md"
@@ -276,7 +275,6 @@ def refused(content: bytes, message: str) -> None:
 
 KEYS = {"dtype": "F32", "shape": [1, 2, 2], "data_offsets": [16, 32]}
 
-
 TOKENS = {"dtype": "I64", "shape": [2], "data_offsets": [0, 16]}
 
 
@@ -310,10 +308,8 @@ def test_header_with_other_tensors_is_refused(change: dict[str, Any]) -> None:
         KEYS | {"shape": [1, 2, 9]},
         KEYS | {"shape": "wide"},
         KEYS | {"shape": []},
-        KEYS | {"shape": [4]},
         KEYS | {"shape": [2, 2]},
         KEYS | {"shape": [1, 1, 2, 2]},
-        KEYS | {"shape": [2, 2, 1]},
         KEYS | {"shape": [1, 4, 1]},
         KEYS | {"shape": [1, -2, -2]},
         KEYS | {"shape": [True, 2, 2]},
@@ -472,7 +468,7 @@ def test_resealed_header_gives_a_valid_block_or_an_error(content: bytes) -> None
         hash(header.handle)
     with contextlib.suppress(FormatError):
         kv = from_bytes(content)
-        check_storable(kv)
+        check_entry(kv.key, kv)
         assert is_finite(kv)
         assert kv.token_ids.min() >= 0
 
@@ -502,9 +498,10 @@ def test_deeply_nested_header_is_refused() -> None:
         ({"handle": ["a list"]}, "must be strings, found .*a list"),
     ],
 )
-def test_check_storable_refuses_malformed_blocks(change: dict[str, Any], message: str) -> None:
+def test_malformed_blocks_are_refused(change: dict[str, Any], message: str) -> None:
+    kv = make_kv()
     with pytest.raises(ValueError, match=message):
-        check_storable(replace(make_kv(), **change))
+        check_entry(kv.key, replace(kv, **change))
 
 
 @pytest.mark.parametrize(
@@ -517,10 +514,30 @@ def test_check_storable_refuses_malformed_blocks(change: dict[str, Any], message
         ({"scales": torch.int32}, r"cannot be dequantized to torch\.int32"),
     ],
 )
-def test_check_storable_refuses_invalid_int8_blocks(change: dict[str, Any], message: str) -> None:
+def test_invalid_int8_blocks_are_refused(change: dict[str, Any], message: str) -> None:
     kv = make_kv(quantized=True)
-    check_storable(kv)
+    check_entry(kv.key, kv)
     if change.get("scales") is torch.int32:
         change = {"scales": replace(kv.scales, dtype=torch.int32)}  # type: ignore[type-var]
     with pytest.raises(ValueError, match=message):
-        check_storable(replace(kv, **change))
+        check_entry(kv.key, replace(kv, **change))
+
+
+WIDE = LayerShape(4, 8, 8, torch.float32, torch.float32)
+NARROW = LayerShape(2, 16, 4, torch.float32, torch.float32)
+
+
+def test_layers_with_equal_shapes_form_a_group() -> None:
+    layout = Layout(3, (WIDE, NARROW, WIDE, WIDE, NARROW))
+    assert layout.groups == ((WIDE, (0, 2, 3)), (NARROW, (1, 4)))
+    assert len(layout.tensors) == 1 + 2 * 4 + 2 * 2
+    assert layout.tensors["head.0003.keys.00"] == (torch.float32, (3, 3, 8))
+    assert layout.tensors["head.0001.values.01"] == (torch.float32, (2, 3, 4))
+    assert "head.0002.values.01" not in layout.tensors
+    assert len(Layout(3, (WIDE,) * 100).tensors) == len(Layout(3, (WIDE,)).tensors)
+
+
+@pytest.mark.parametrize(("rank", "ranks", "count"), [(2, 2, 4), (-1, 2, 4), (0, 0, 4), (0, 1, 0)])
+def test_share_of_refuses_invalid_ranks(rank: int, ranks: int, count: int) -> None:
+    with pytest.raises(ValueError, match="Expected a rank from 0"):
+        share_of(rank, ranks, count)

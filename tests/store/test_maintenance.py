@@ -14,7 +14,6 @@ from blockattn_rag.errors import StoreError
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.store import (
     DirectoryStore,
-    EntryInfo,
     MaintainedStore,
     ObjectStore,
     describe_all,
@@ -23,7 +22,6 @@ from blockattn_rag.store import (
 )
 from tests.store.conftest import Raw, objects_in_memory
 from tests.store.kvs import make_kv
-from tests.store.test_format import fields_of, resealed
 
 DAY_S = 86400.0
 MANY = [make_kv(f"passage {i}") for i in range(12)]
@@ -117,23 +115,6 @@ def test_verify_names_foreign_entries_and_leftovers(store: DirectoryStore) -> No
     assert store.stats().entries == 3
 
 
-def test_verify_keeps_entries_that_it_could_not_read(
-    store: DirectoryStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    peek = DirectoryStore.peek
-
-    def refuse(self: DirectoryStore, key: str) -> BlockKV | None:
-        if key == KEYS[0]:
-            raise StoreError("cannot read it: Cannot allocate memory")
-        return peek(self, key)
-
-    monkeypatch.setattr(DirectoryStore, "peek", refuse)
-    report = verify(store, delete_damaged=True)
-    assert (report.ok, report.damaged.count, report.deleted) == (3, 0, 0)
-    assert report.unread.first == {KEYS[0]: "cannot read it: Cannot allocate memory"}
-    assert KEYS[0] in store
-
-
 def test_verify_keeps_new_entry(store: DirectoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
     damage(store, KEYS[0])
     peek = DirectoryStore.peek
@@ -182,20 +163,6 @@ def test_verify_and_gc_continue_after_odd_files(store: DirectoryStore) -> None:
     collected = gc(store, OTHERS)
     assert list(collected.deleted.first) == [sound.stem]
     assert collected.errors.count == 2
-
-
-def test_forged_header_is_damage(store: DirectoryStore) -> None:
-    path = store.entry_path(KEYS[0])
-    content = path.read_bytes()
-    fields = fields_of(content)
-    fields["__metadata__"]["handle"] = ["a list"]
-    end = 8 + int.from_bytes(content[:8], "little")
-    path.write_bytes(resealed(fields, content[end:]))
-    assert list(verify(store).damaged.first) == [KEYS[0]]
-    report = gc(store, OTHERS)
-    assert sorted(report.deleted.first) == sorted(KEYS[1:])
-    assert report.errors.count == 1
-    assert verify(store, delete_damaged=True).deleted == 1
 
 
 def test_future_modification_time_does_not_protect(store: DirectoryStore) -> None:
@@ -265,14 +232,6 @@ def test_gc_removes_old_leftovers_and_leaves_new_ones(store: DirectoryStore) -> 
     assert list(store.leftovers()) == [new]
 
 
-def test_gc_continues_after_unreadable_entries(store: DirectoryStore) -> None:
-    store.entry_path(KEYS[0]).write_bytes(b"")
-    report = gc(store, OTHERS)
-    assert report.errors.count == 1
-    assert str(store.entry_path(KEYS[0])) in report.errors.first[KEYS[0]]
-    assert report.deleted.count == 3
-
-
 def test_gc_survives_errors(store: DirectoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
     old = leftover(store.path)
     rename, unlink = os.rename, Path.unlink
@@ -334,21 +293,6 @@ def test_expired_entries_are_deleted_even_if_referenced(tmp_path: Path) -> None:
 def test_ttl_shorter_than_grace_period_is_refused() -> None:
     with pytest.raises(ValueError, match="shorter than the grace period"):
         gc(objects_in_memory(), OTHERS, ttl_s=60)
-
-
-def test_gc_keeps_rewritten_objects(monkeypatch: pytest.MonkeyPatch) -> None:
-    store, describe = objects_in_memory(), ObjectStore.describe
-    store.put(KV[0].key, KV[0])
-
-    def an_older_one(self: ObjectStore, key: str) -> EntryInfo | None:
-        info = describe(self, key)
-        assert info is not None
-        return info._replace(used_ns=info.used_ns - 7200 * 10**9)
-
-    monkeypatch.setattr(ObjectStore, "describe", an_older_one)
-    report = gc(store, OTHERS)
-    assert (report.deleted.count, report.kept, report.kept_young) == (0, 0, 0)
-    assert KV[0].key in store
 
 
 def test_entries_are_read_lazily_and_concurrently(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from blockattn_rag.errors import StoreError
-from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.store import DirectoryStore, ObjectStore
 from blockattn_rag.store.objects import entry_path
 from tests.store.kvs import make_kv, same
@@ -103,15 +102,6 @@ def test_long_header_takes_a_second_read(
     assert (found.header, found.nbytes) == (expected.header, expected.nbytes)
 
 
-def test_discard_keeps_rewritten_entries(store: ObjectStore) -> None:
-    store.put(KEY, KV)
-    (entry,) = store.entries()
-    assert not store.discard(KEY, entry.used_ns - 2 * 10**9)
-    assert KEY in store
-    assert store.discard(KEY, entry.used_ns)
-    assert not store.discard(KEY, entry.used_ns)
-
-
 # Deadlines and concurrency
 
 
@@ -142,19 +132,6 @@ def test_late_answers_start_no_further_reads(backend: Any, monkeypatch: pytest.M
     assert store.get(KEY) is not None
     assert parts > 3
     assert slow.asked == 1 + parts
-
-
-def test_entries_are_read_concurrently(backend: Any) -> None:
-    kvs = [make_kv(f"passage {i}") for i in range(5)]
-    whole = ObjectStore("memory://kv", backend=backend)
-    for kv in kvs:
-        whole.put(kv.key, kv)
-    slow = Slow(backend)
-    store = ObjectStore("memory://kv", backend=slow, parallel=5)  # type: ignore[arg-type]
-    threading.Timer(0.2, slow.go.set).start()
-    found = store.get_many([kv.key for kv in kvs])
-    assert all(isinstance(one, BlockKV) for one in found)
-    assert slow.most == 5
 
 
 # Credentials and addresses

@@ -6,7 +6,6 @@ import pickle
 import shutil
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -16,26 +15,18 @@ import pytest
 from blockattn_rag.errors import StoreError
 from blockattn_rag.prompts.blocks import Span, handle_of
 from blockattn_rag.prompts.recognition import entries_of
-from blockattn_rag.store import DirectoryStore, KVStore, MemoryStore, ObjectStore, TieredStore
+from blockattn_rag.store import DirectoryStore, KVStore, MemoryStore
 from blockattn_rag.store.namespaces import OPEN, Access
 from blockattn_rag.store.passage_index import IndexReport, PassageIndex, folder_of, merge_index
-from tests.store.conftest import objects_in_memory
+from tests.store.conftest import objects_in_memory, opened
 from tests.store.kvs import make_kv
 
 TEXTS = [f"Passage {n} of the index, which has enough characters: {n}." for n in range(8)]
-KINDS = ("memory", "folder", "objects", "s3", "tiers")
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=["memory", "directory", "objects", "s3", "tiers"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> KVStore:
-    made: dict[str, Callable[[], KVStore]] = {
-        "memory": lambda: MemoryStore(1 << 20),
-        "folder": lambda: DirectoryStore(tmp_path / "kv"),
-        "objects": objects_in_memory,
-        "s3": lambda: ObjectStore(request.getfixturevalue("s3")),
-        "tiers": lambda: TieredStore("memory:1MiB", tmp_path / "kv"),
-    }
-    return made[request.param]()
+    return opened(request, tmp_path)
 
 
 def found(index: PassageIndex, *texts: str, access: Access = OPEN) -> list[str]:
@@ -70,19 +61,6 @@ def test_split_waits_for_new_files(store: KVStore) -> None:
     add(PassageIndex(store), *TEXTS)
     time.sleep(0.02)
     assert found(index, *TEXTS) == TEXTS
-
-
-def test_unexpected_read_error_is_logged(
-    store: KVStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    index = PassageIndex(store, in_background=True)
-
-    def fails(_: str) -> list[str]:
-        raise MemoryError("no room")
-
-    monkeypatch.setattr(index.sidecar, "names", fails)
-    assert found(index, *TEXTS) == []
-    assert "Unexpected error while reading the passage index: no room" in caplog.text
 
 
 def test_background_read_delays_no_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,19 +119,30 @@ def test_damaged_file_counts_as_empty(tmp_path: Path, caplog: pytest.LogCaptureF
     assert f"{damaged.name} is damaged" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (StoreError("cannot list"), "Cannot read the passage index: cannot list"),
+        (MemoryError("no room"), "Unexpected error while reading the passage index: no room"),
+    ],
+)
 def test_an_unreadable_index_is_logged_and_known_passages_are_kept(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
+    message: str,
 ) -> None:
     store = DirectoryStore(tmp_path)
     index = PassageIndex(store, refresh_s=0)
     add(index, TEXTS[0])
 
     def fail(*_: object) -> list[str]:
-        raise StoreError("cannot list")
+        raise error
 
     monkeypatch.setattr(type(store.sidecar), "names", fail)
     assert found(index, *TEXTS) == [TEXTS[0]]
-    assert "Cannot read the passage index: cannot list" in caplog.text
+    assert message in caplog.text
 
 
 def test_index_files_are_private_and_not_entries(tmp_path: Path) -> None:

@@ -297,9 +297,7 @@ def test_error_of_the_home_is_raised(home: Remote) -> None:
         tiers.touch(KEY)
 
 
-def test_mark_used_of_an_object_store_closes_no_breaker(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_mark_used_of_an_object_store_closes_no_breaker(monkeypatch: pytest.MonkeyPatch) -> None:
     objects = objects_in_memory()
     error = StoreError("the bucket is down")
     monkeypatch.setattr(objects, "get_many", lambda keys: [error] * len(keys))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import stat
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -131,44 +130,6 @@ def test_late_touch_is_refused(store: DirectoryStore, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr("blockattn_rag.store.files.mark_used", delete_first)
     assert not store.touch(KEY)
-
-
-def test_discard_keeps_used_entries(store: DirectoryStore) -> None:
-    before = used_ns(store)
-    store.touch(KEY)
-    assert not store.discard(KEY, before)
-    assert KEY in store
-    assert store.discard(KEY, used_ns(store))
-    assert not store.discard(KEY, before)
-
-
-def test_touched_entry_survives_concurrent_discard(tmp_path: Path) -> None:
-    """An entry that was touched successfully still exists afterwards."""
-    store = DirectoryStore(tmp_path, fsync=False)
-    wrong: list[int] = []
-    for turn in range(150):
-        store.put(KEY, KV)
-        used = age(store, DAY_NS)
-        start = threading.Barrier(2)
-        touched: list[bool] = []
-
-        def toucher(start: threading.Barrier = start, touched: list[bool] = touched) -> None:
-            start.wait()
-            touched.append(store.touch(KEY))
-
-        def deleter(start: threading.Barrier = start, used: int = used) -> None:
-            start.wait()
-            store.discard(KEY, used)
-
-        threads = [threading.Thread(target=toucher), threading.Thread(target=deleter)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if touched[0] and KEY not in store:
-            wrong.append(turn)
-    assert not wrong
-    assert not list(store.leftovers())
 
 
 # File modes

@@ -68,16 +68,6 @@ def _write_until_killed(store: DirectoryStore, kvs: list[BlockKV], beginning: in
         os._exit(1)  # errors must not continue in the parent's code
 
 
-def write_times(path: Path, filled_with: int, times: int) -> None:
-    """Put five passages, filled with a number, ``times`` times."""
-    torch.set_num_threads(1)
-    store = DirectoryStore(path, fsync=False)
-    kvs = [passage(number, filled_with) for number in range(5)]
-    for _ in range(times):
-        for kv in kvs:
-            store.put(kv.key, kv)
-
-
 def fill_bounded(path: Path, max_bytes: int, seed: int) -> None:
     """Put, read and touch small passages in a bounded store, and check what is read."""
     torch.set_num_threads(1)

@@ -22,9 +22,8 @@ from blockattn_rag.server.profile import ModelProfile
 from blockattn_rag.server.shares import Share
 from blockattn_rag.server.vllm.saver import QUEUE_BYTES
 from blockattn_rag.server.vllm.scheduler import UNSAVED, new_encode_name
-from blockattn_rag.store.base import KVStore, is_damage
-from blockattn_rag.store.find_blocks import find_blocks
-from blockattn_rag.store.tier import CircuitBreaker
+from blockattn_rag.store.base import KVStore, find_blocks, is_damage
+from blockattn_rag.store.concurrency import CircuitBreaker
 
 logger = logging.getLogger("blockattn_rag")
 
