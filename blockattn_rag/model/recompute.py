@@ -27,9 +27,13 @@ from blockattn_rag.model.caches import ContextCache, copied_cache, isolated_cach
 from blockattn_rag.model.checkpoint import CheckpointModel
 from blockattn_rag.model.chosen_attention import ChosenAttention, MeasuredAttention
 from blockattn_rag.model.encoding import logits_to_keep
-from blockattn_rag.model.layer_reads import layer_windows
 from blockattn_rag.model.probe import check_ready
-from blockattn_rag.model.relay_attention import OTHER_ATTENTION, enable_relay, last_logits
+from blockattn_rag.model.relay_attention import (
+    OTHER_ATTENTION,
+    enable_relay,
+    last_logits,
+    layer_windows,
+)
 
 
 def tokens_to_recompute(lengths: Sequence[int], may_change: Sequence[bool], share: float) -> int:
