@@ -15,6 +15,7 @@ from transformers import LogitsProcessor
 
 from blockattn_rag.errors import GrammarError
 from blockattn_rag.model.repetition import (
+    JsonStrings,
     LoopEndingMatcher,
     LoopGuard,
     Matching,
@@ -37,11 +38,8 @@ class AnswerRules:
         self._compiler = GrammarCompiler(tokenizer, ends, name)
 
     def start(self, grammar: Grammar | None) -> Future[Any] | None:
-        """Start compiling a grammar in the background. ``matcher`` waits for the result.
-
-        Returns:
-            Future that completes when compilation succeeds or fails; None without a grammar.
-        """
+        """Start compiling a grammar in the background. ``matcher`` waits for the result. Returns a
+        future that completes when compilation succeeds or fails; None without a grammar."""
         return None if grammar is None else self._compiler.start(grammar)
 
     def matcher(self, grammar: Grammar | None, *, ends_loops: bool = False) -> Matching | None:
@@ -60,8 +58,8 @@ class AnswerRules:
         matcher = self._compiler.matcher(grammar)
         if not (ends_loops and holds_json(grammar)):
             return matcher
-        among_text = has_text(grammar)
-        return LoopEndingMatcher(matcher, self._decode, self._quotes, among_text=among_text)
+        strings = JsonStrings(self._decode, among_text=has_text(grammar))
+        return LoopEndingMatcher(matcher, strings, self._quotes)
 
     def loop_guard(self, grammar: Grammar | None) -> LoopGuard:
         """Create a loop guard for one answer. A grammar of None means free text."""
@@ -118,11 +116,9 @@ class GrammarConstraint(LogitsProcessor):
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Set the scores ``[rows, vocabulary]`` of tokens that the grammar forbids to -inf.
 
-        Scores of rows that have ended are not changed.
-
-        Raises:
-            GrammarError: A row contains a forbidden token, a grammar cannot be enforced, or other
-                settings forbid every token that the grammar allows.
+        Scores of rows that have ended are not changed. A row fails if it contains a forbidden
+        token, if its grammar cannot be enforced, or if other settings forbid every token that the
+        grammar allows.
         """
         rows = input_ids[:, self._prompt_width :].tolist()
         beams = len(rows) // len(self._matchers)
@@ -148,15 +144,8 @@ class GrammarConstraint(LogitsProcessor):
         return result
 
     def check_answer(self, row: Sequence[int], place: int = 0) -> None:
-        """Validate a finished answer, because a custom decoding loop may bypass the constraint.
-
-        Args:
-            row: Token ids of the answer.
-            place: Index of the prompt.
-
-        Raises:
-            GrammarError: The answer does not match its grammar.
-        """
+        """Raise ``GrammarError`` if the finished answer to prompt ``place`` does not match its
+        grammar, because a custom decoding loop may bypass the constraint."""
         if (matcher := self._matchers[place]) is not None:
             self._follow(until_end(row, self._ends), matcher, is_kept=True)
 
@@ -170,11 +159,8 @@ class GrammarConstraint(LogitsProcessor):
         return matcher.allowed(vocabulary, self._ends) if follows else True
 
     def _follow(self, row: Sequence[int], matcher: Matching, *, is_kept: bool) -> bool:
-        """Whether a row matches its grammar and may continue.
-
-        Raises:
-            GrammarError: ``is_kept``, and the row contains a forbidden token before its padding.
-        """
+        """Whether a row matches its grammar and may continue. Raises ``GrammarError`` if the row is
+        kept, and contains a forbidden token before its padding."""
         if matcher.follow(row):
             return True
         length = len(row)

@@ -302,7 +302,7 @@ class Anything:
     ("tokens", "expected"), [('abc"', '"'), ("abc", "abc")], ids=["quote", "no quote"]
 )
 def test_a_repetitive_string_may_only_end_if_its_schema_allows(tokens: str, expected: str) -> None:
-    matcher = LoopEndingMatcher(Anything(tokens), letters, np.array([ord('"')]))
+    matcher = LoopEndingMatcher(Anything(tokens), JsonStrings(letters), np.array([ord('"')]))
     assert matcher.follow(codes('{"a": "He'))
     assert letters(np.flatnonzero(matcher.allowed(128, ())).tolist()) == "".join(sorted(tokens))
     assert matcher.follow(codes('{"a": "' + LOOP))
@@ -312,7 +312,7 @@ def test_a_repetitive_string_may_only_end_if_its_schema_allows(tokens: str, expe
 @pytest.mark.parametrize(("tokens", "expected"), [("abc.", "."), ("abc", "abc")])
 def test_repetitive_text_around_json_may_only_end(tokens: str, expected: str) -> None:
     none, long = np.array([], int), LOOP * 2
-    matcher = LoopEndingMatcher(Anything(tokens), letters, none, among_text=True)
+    matcher = LoopEndingMatcher(Anything(tokens), JsonStrings(letters, among_text=True), none)
     for text, possible in ((long, expected), (long + "{", tokens)):
         assert matcher.follow(codes(text))
         allowed = np.flatnonzero(matcher.allowed(128, [ord(".")])).tolist()
