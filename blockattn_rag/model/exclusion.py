@@ -36,9 +36,7 @@ class ModelLock:
 
 
 class _ThisThread(threading.local):
-    """Number of model locks that the current thread holds, including nested acquisitions."""
-
-    models = 0
+    models = 0  # Number of model locks that the thread holds, including nested acquisitions.
 
 
 _this_thread = _ThisThread()
