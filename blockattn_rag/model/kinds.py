@@ -56,11 +56,10 @@ class LayerKind:
     """Kind of a layer: the tensors that it caches.
 
     Args:
-        attention: ``"full"`` or ``"windowed"``: keys, which may be rotated, and values.
-            ``"latent"`` (multi-head latent attention): a rotary key, and the latent that keys and
-            values are computed from, which the model caches in the opposite order. ``"shared"``:
-            the layer attends to the keys and values of an earlier layer. ``"none"``: the layer has
-            no attention.
+        attention: ``"full"`` or ``"windowed"``: keys and values. ``"latent"`` (multi-head latent
+            attention): a rotary key, and the latent that keys and values are computed from, which
+            the model caches in the opposite order. ``"shared"``: the layer attends to the keys and
+            values of an earlier layer. ``"none"``: no attention.
         window: Sliding window in tokens. None: no window.
         has_state: Whether the layer has a recurrent or convolution state.
         source: Index of the layer whose keys and values a shared layer attends to. None: not a
@@ -135,10 +134,8 @@ class SeenAttention(NamedTuple):
         all tokens if ``window`` is None. False if the mask is unknown."""
         if self.sees is None:
             return False
-        if window is None:
-            return self.sees(_FAR, 0)
-        first = _FAR - window + 1
-        return self.sees(_FAR, first) and not self.sees(_FAR, first - 1)
+        first = 0 if window is None else _FAR - window + 1
+        return self.sees(_FAR, first) and (window is None or not self.sees(_FAR, first - 1))
 
 
 @contextmanager
@@ -219,21 +216,17 @@ def _sees(function: Callable[..., Any], query: int, key: int) -> bool:
 def measured_kinds(
     hf_model: PreTrainedModel, filled: DynamicCache, seen: Mapping[int, SeenAttention]
 ) -> list[LayerKind]:
-    """Derive the kinds of a model's layers.
+    """Derive the kinds of a model's layers from a forward pass.
 
     Args:
-        filled: A ``new_cache`` after a forward pass.
-        seen: Result of ``seen_attention`` for that forward pass.
-
-    Raises:
-        UnsupportedModelError: a layer's kind is not supported, or no layer stores keys and values.
+        filled: A ``new_cache`` after the forward pass.
+        seen: Result of ``seen_attention`` for the forward pass.
     """
     config: Any = hf_model.config
     names = getattr(config.get_text_config(decoder=True), "layer_types", None) or ()
+    own_layers = DynamicCache(config=config).layers
     kinds = []
-    for index, (layer, own) in enumerate(
-        zip(filled.layers, DynamicCache(config=config).layers, strict=True)
-    ):
+    for index, (layer, own) in enumerate(zip(filled.layers, own_layers, strict=True)):
         if index < len(names) and "chunked" in names[index]:
             raise refusal(
                 hf_model,
@@ -264,9 +257,7 @@ def _measured(
     known = (DynamicLayer, LinearAttentionLayer, LinearAttentionAndFullAttentionLayer)
     keeps = getattr(layer, "keys", None) is not None and getattr(layer, "values", None) is not None
     if type(layer) in known:
-        has_state = isinstance(layer, LinearAttentionLayer) and any(
-            one is not None for one in states_of(layer)
-        )
+        has_state = isinstance(layer, LinearAttentionLayer) and bool(states_of(layer))
         if keeps:
             attention: Attention = "full" if window is None else "windowed"
             # Otherwise, the keys are computed from cached latents.
@@ -285,18 +276,17 @@ def _measured(
     return LayerKind("shared", source=source if source != index else None)
 
 
-def states_of(layer: LinearAttentionCacheLayerMixin) -> list[Tensor | None]:
-    """Convolution and recurrent states in a cache's layer. None: not computed yet."""
-    return [*layer.conv_states.values(), *layer.recurrent_states.values()]
+def states_of(layer: LinearAttentionCacheLayerMixin) -> list[Tensor]:
+    """Convolution and recurrent states that a cache's layer has computed."""
+    states = (*layer.conv_states.values(), *layer.recurrent_states.values())
+    return [state for state in states if state is not None]
 
 
 def layer_states(
     cache: DynamicCache, kinds: Sequence[LayerKind]
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Iterate over keys and values ``[batch, heads, tokens, size]`` of the layers that store them.
-
-    A latent layer has rotary keys and latents in place of keys and values.
-    """
+    """Iterate over keys and values ``[batch, heads, tokens, size]`` (in latent layers, rotary keys
+    and latents) of the layers that store them."""
     layers: Any = cache.layers
     for layer, kind in zip(layers, kinds, strict=True):
         if kind.stores:
@@ -312,17 +302,12 @@ def in_order(kind: LayerKind, keys: Tensor, values: Tensor) -> tuple[Tensor, Ten
 class ProbeError(UnsupportedModelError):
     """A model cannot run the forward passes that measure its attention."""
 
-    def __init__(self, subject: object, reason: str) -> None:
-        super().__init__(_message(subject, reason))
 
-
-def refusal(subject: object, reason: str) -> UnsupportedModelError:
+def refusal(
+    subject: object, reason: str, kind: type[UnsupportedModelError] = UnsupportedModelError
+) -> UnsupportedModelError:
     """Create an error that explains why a model cannot run in block mode."""
-    return UnsupportedModelError(_message(subject, reason))
-
-
-def _message(subject: object, reason: str) -> str:
-    return (
+    return kind(
         f"{type(subject).__name__} cannot be used with Block-Attention: {reason}. The page "
         "'Models' of the documentation lists models that work, such as Qwen3, Llama 3 and Gemma 3."
     )
