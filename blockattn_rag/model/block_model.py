@@ -71,6 +71,7 @@ class BlockModel(TunedModel):
         self.tokenizer: BlockTokenizer = tokenizer if is_ready else BlockTokenizer(tokenizer)
         self.name = name or str(hf_model.config.name_or_path or type(hf_model).__name__)
         self.hf_model = hf_model.eval()
+        self.config: Any = hf_model.config
         self.lock = lock_of(hf_model)
         with self.lock:
             self.profile: AttentionProfile = profile_attention(hf_model)
@@ -107,13 +108,9 @@ class BlockModel(TunedModel):
             if tokenizer is None:
                 tokenizer = loading.load_tokenizer(model, revision=commit)
             model, files = loading.load_with_files(
-                model, device=device, dtype=dtype, revision=commit, **kwargs
+                model, commit, device=device, dtype=dtype, **kwargs
             )
         return cls(model, tokenizer, name=name, pack_weights=pack_weights, files=files)
-
-    @property
-    def config(self) -> Any:
-        return self.hf_model.config
 
     @property
     def has_adapter(self) -> bool:
@@ -153,10 +150,8 @@ class BlockModel(TunedModel):
                 return identity()
 
     def check_unchanged(self) -> None:
-        """Raise ``UnsupportedModelError`` if weights, config or adapters changed since loading.
-
-        See ``fingerprint.Snapshot`` for its limits.
-        """
+        """Raise ``UnsupportedModelError`` if a ``fingerprint.Snapshot`` shows changes since
+        loading."""
         if not self._snapshot.is_current:
             raise UnsupportedModelError(
                 f"The weights, adapters or config of {self.name} have changed since it was loaded, "
@@ -260,7 +255,7 @@ class BlockModel(TunedModel):
         """Create a transformers cache with one context per row. The copy path pads on the left.
 
         Returns None if all contexts are empty, unless the ``graph_runner`` runs the final block. A
-        hybrid model accepts one context. Its states are set to those after the first block.
+        hybrid model accepts one context, and gets the states after its first block.
         """
         hf_model, profile = self.hf_model, self.profile
         runner = self.graph_runner if assembly == "relay" and len(contexts) == 1 else None

@@ -27,19 +27,10 @@ from blockattn_rag.prompts.tokenization import BlockTokenizer
 
 
 class CheckpointModel(TunedModel):
-    """Model that another program runs. Its weights are hashed but not loaded.
+    """Model that another program runs in ``dtype``. Its weights are hashed but not loaded.
 
     Its fingerprint equals that of a ``BlockModel`` loaded from the same files in the same dtype.
-
-    Args:
-        model: Path, hub id, ``"bundled"``, ``"smollm2"`` or GGUF file.
-        dtype: Dtype that the program computes in.
-        revision: Hub revision. Default: the main branch.
-
-    Raises:
-        UnsupportedModelError: The model is a LoRA adapter, cannot run in block mode, or has no
-            weight files.
-        FileNotFoundError, OSError: See ``loading.load_model``.
+    Raises the errors of ``loading.load_model``, and ``UnsupportedModelError`` for a LoRA adapter.
     """
 
     def __init__(self, model: str | Path, dtype: torch.dtype, revision: str | None = None) -> None:
@@ -50,18 +41,13 @@ class CheckpointModel(TunedModel):
                 f"{model} is a LoRA adapter, expected a complete model: merge it into its base"
             )
         self.commit = commit_of(model, revision)
-        self._config = _as_loaded(load_config(model, revision=self.commit))
+        self.config = _as_loaded(load_config(model, revision=self.commit))
         self.tokenizer = BlockTokenizer(load_tokenizer(model, revision=self.commit))
-        self.profile: AttentionProfile = profile_config(self._config, dtype)
-
-    @property
-    def config(self) -> Any:
-        return self._config
+        self.profile: AttentionProfile = profile_config(self.config, dtype)
 
     @property
     def vocabulary_size(self) -> int:
-        """Size of the vocabulary, which token ids are smaller than."""
-        return int(self._config.get_text_config(decoder=True).vocab_size)
+        return int(self.config.get_text_config(decoder=True).vocab_size)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -74,7 +60,7 @@ class CheckpointModel(TunedModel):
                 "pytorch_model.bin, or an index of several such files"
             )
         kinds = self.profile.kinds
-        return fingerprint_of_files(self._config, self.dtype, files, self.tokenizer, kinds)
+        return fingerprint_of_files(self.config, self.dtype, files, self.tokenizer, kinds)
 
 
 def _as_loaded(config: Any) -> Any:

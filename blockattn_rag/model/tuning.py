@@ -12,10 +12,7 @@ class TunedModel:
     model's config and name."""
 
     name: str
-
-    @property
-    def config(self) -> Any:
-        raise NotImplementedError
+    config: Any
 
     @property
     def is_block_tuned(self) -> bool:
@@ -40,5 +37,4 @@ class TunedModel:
 
     @property
     def has_adapter(self) -> bool:
-        """Whether the model has adapters of any kind."""
         return False
