@@ -37,13 +37,8 @@ from blockattn_rag.model.relay_attention import (
 
 
 def tokens_to_recompute(lengths: Sequence[int], may_change: Sequence[bool], share: float) -> int:
-    """Number of tokens that ``recompute`` recomputes, which is the same for every question.
-
-    Args:
-        lengths: Number of tokens of each context block.
-        may_change: Whether the tokens of each block may be chosen.
-        share: Share of these tokens.
-    """
+    """Number of tokens that ``recompute`` recomputes, which is the same for every question: a share
+    of the tokens in context blocks that may change."""
     return round(share * sum(compress(lengths, may_change)))
 
 
@@ -68,9 +63,6 @@ def recompute(
     Returns:
         The context as a single block, and the sorted indices of the recomputed tokens in it. If the
         share is less than half a token: the unchanged context and no indices.
-
-    Raises:
-        ValueError: the model is in training mode, or autocast is enabled.
     """
     check_ready(model.hf_model)
     count = tokens_to_recompute(context.lengths, may_change, share)
@@ -86,11 +78,9 @@ def recompute(
 def with_recomputed(
     model: BlockModel, context: Context, chosen: Sequence[int], cache: ContextCache | None = None
 ) -> Context:
-    """Recompute the chosen tokens, and return the context as a single block.
+    """Recompute the chosen tokens (sorted), and return the context as a single block.
 
-    Args:
-        chosen: Sorted indices of at least one token.
-        cache: A copied cache of the context that keeps all tokens. It must not be used afterwards.
+    ``cache``: A copied cache of the context that keeps all tokens. It must not be used afterwards.
     """
     if cache is None:
         cache = _copied(model, context)
@@ -98,12 +88,11 @@ def with_recomputed(
     identity = [block.kv.digest for block in context.blocks], [*chosen]
     keys, values = [], []
     layers: Any = cache.layers
-    kinds = [*model.profile.kinds]
-    while layers:
+    for kind in model.profile.kinds:
         # Copy each layer, because the cache has room for more tokens. Only one layer exists twice
         # at a time.
         layer = layers.pop(0)
-        if kinds.pop(0).stores:
+        if kind.stores:
             keys.append(layer.keys[0].clone())
             values.append(layer.values[0].clone())
     kv = BlockKV(
@@ -126,13 +115,12 @@ def _copied(model: BlockModel, context: Context) -> ContextCache:
 def choose_tokens(
     received: Tensor, lengths: Sequence[int], may_change: Sequence[bool], count: int
 ) -> list[int]:
-    """Sorted indices of the tokens that receive the most attention, which should be recomputed.
+    """Sorted indices of the ``count`` tokens that receive the most attention.
 
     Args:
         received: Attention that each context token receives, ``[tokens]`` float32.
         lengths: Number of tokens of each context block.
         may_change: Whether the tokens of each block may be chosen.
-        count: Number of tokens to choose.
     """
     tokens = torch.tensor(lengths, dtype=torch.int64)
     allowed = torch.tensor(may_change).repeat_interleave(tokens).to(received.device)
@@ -183,11 +171,10 @@ def attention_to_context(
     layers: Collection[int] | None = None,
 ) -> Tensor:
     """Measure the attention of the final block to each context token: ``[tokens]`` float32, summed
-    over layers, and averaged over heads and the final block's tokens.
+    over layers (default: ``measured_layers``), and averaged over heads and the final block's
+    tokens.
 
-    Args:
-        cache: A copied cache of the context that keeps all tokens. It is unchanged afterwards.
-        layers: Indices of the layers to measure. Default: ``measured_layers``.
+    ``cache``: A copied cache of the context that keeps all tokens. It is unchanged afterwards.
     """
     if cache is None:
         cache = _copied(model, context)
@@ -206,22 +193,13 @@ def attention_to_context(
 
 def measured_layers(windows: Mapping[int, int | None]) -> list[int]:
     """The last third of the layers without sliding windows, because most passages lie outside a
-    window. If all layers have windows, the last third of all layers.
-
-    Args:
-        windows: Sliding window of each layer.
-    """
+    window. If all layers have windows, the last third of all layers."""
     layers = [layer for layer, window in windows.items() if window is None] or [*windows]
     return layers[2 * len(layers) // 3 :]
 
 
 class _ReplacingLayer(DynamicLayer):
-    """Cache layer in which a forward pass replaces the keys and values of some tokens.
-
-    Args:
-        layer: Layer whose tensors are changed.
-        places: Indices of the tokens.
-    """
+    """Cache layer in which a forward pass replaces the keys and values at ``places``."""
 
     def __init__(self, layer: DynamicLayer, places: Tensor) -> None:
         assert layer.keys is not None
