@@ -43,10 +43,8 @@ def keep_settings(config: Any, text: Any) -> None:
 def language_model(loaded: PreTrainedModel) -> PreTrainedModel:
     """Extract the language model from a multimodal model, without the image and sound parts.
 
-    Returns:
-        The language model, which shares its layers with ``loaded``. ``loaded`` itself if it is not
-        multimodal, or if its language model has no class or computes different logits. The other
-        parts then stay in memory unused.
+    Returns ``loaded`` itself if it is not multimodal, or if its language model has no class or
+    computes different logits. The other parts then stay in memory unused.
     """
     config: Any = loaded.config
     text = config.get_text_config(decoder=True)
