@@ -80,7 +80,6 @@ class DeviceRelay:
 
     @property
     def room(self) -> int:
-        """Capacity of the tail in tokens."""
         return self._tail.shape[3]
 
     def reads(self, context: Context) -> bool:
@@ -140,7 +139,6 @@ class DeviceRelay:
         torch.arange(start, start + tokens, out=self._places[:tokens])
 
     def _grow(self, tokens: int) -> None:
-        """Move the tail to larger tensors with room for twice as many tokens."""
         old = self._tail
         self._make_tail(2 * tokens)
         self._tail[:, :, :, : old.shape[3]] = old

@@ -37,7 +37,6 @@ class _Case(NamedTuple):
     def states(
         self, device: torch.device, dtype: torch.dtype, size: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Random queries, keys and values."""
         generator = torch.Generator().manual_seed(0)
         of_keys = min(8, self.heads // 2), self.keys
         query, key, value = (
@@ -166,7 +165,6 @@ def _packages(device: torch.device) -> dict[str, FlashKernel]:
 def _is_exact(
     name: str, kernel: FlashKernel, device: torch.device, dtype: torch.dtype, size: int
 ) -> bool:
-    """Whether a kernel matches float64 attention up to rounding."""
     scale = size**-0.5
     for case in _PROBES:
         states = case.states(device, dtype, size)

@@ -82,7 +82,6 @@ class BlockKV:
 
     @property
     def key(self) -> str:
-        """Store key of this block."""
         return store_key(self.fingerprint, self.digest, self.namespace)
 
     @property

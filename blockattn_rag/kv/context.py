@@ -43,7 +43,6 @@ class Context:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Number of tokens of each block."""
         return tuple(block.kv.num_tokens for block in self.blocks)
 
     @property

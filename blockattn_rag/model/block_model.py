@@ -130,7 +130,6 @@ class BlockModel(TunedModel):
 
     @property
     def max_context_tokens(self) -> int:
-        """Maximum combined length of prompt and answer, in tokens."""
         return self.profile.max_context_tokens
 
     @cached_property
@@ -288,7 +287,6 @@ class BlockModel(TunedModel):
         return AnswerRules(self.tokenizer.tokenizer, self.end_token_ids, self.name)
 
     def loop_guard(self, sampling: Sampling) -> LoopGuard | None:
-        """Loop guard for one answer; None if these options disable it."""
         is_on = decoding.takes_likeliest(self.hf_model, sampling)
         return self.rules.loop_guard(sampling.grammar) if is_on else None
 

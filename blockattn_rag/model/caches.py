@@ -65,7 +65,6 @@ class ContextCache(DynamicCache):
 
     @property
     def _storing(self) -> list[Any]:
-        """Layers that store their own keys and values."""
         # Compare names, because transformers 5.19 has no class for layers that share keys.
         return [layer for layer in self.layers if type(layer).__name__ != "DummyLayer"]
 

@@ -62,12 +62,10 @@ class AnswerRules:
         return LoopEndingMatcher(matcher, strings, self._quotes)
 
     def loop_guard(self, grammar: Grammar | None) -> LoopGuard:
-        """Create a loop guard for one answer. A grammar of None means free text."""
         return LoopGuard(self._decode, grammar)
 
     @cached_property
     def _quotes(self) -> NDArray[np.int_]:
-        """Tokens that begin with a quotation mark."""
         texts = self._tokenizer.convert_ids_to_tokens(range(len(self._tokenizer)))
         return np.array([number for number, text in enumerate(texts) if str(text)[:1] == '"'], int)
 

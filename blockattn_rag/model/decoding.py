@@ -208,7 +208,6 @@ def _arguments(
     sampling: Sampling,
     max_new_tokens: int,
 ) -> dict[str, Any]:
-    """``Sampling`` as arguments of transformers' ``generate``."""
     arguments: dict[str, Any] = {
         "max_new_tokens": max_new_tokens,
         "do_sample": bool(sampling.temperature),
@@ -228,7 +227,6 @@ def _arguments(
 
 
 def stop_strings(hf_model: PreTrainedModel, sampling: Sampling) -> tuple[str, ...]:
-    """Strings that end an answer, from the sampling options and the generation config."""
     config: Any = sampling.extra.get("generation_config") or hf_model.generation_config
     given = config.stop_strings or hf_model.generation_config.stop_strings or ()
     return (*sampling.stop, *((given,) if isinstance(given, str) else given))

@@ -43,7 +43,6 @@ _this_thread = _ThisThread()
 
 
 def holds_a_model() -> bool:
-    """Whether the current thread is running a model."""
     return _this_thread.models > 0
 
 

@@ -118,7 +118,6 @@ def _settings(hf_model: PreTrainedModel) -> dict[str, Any]:
 
 
 def _settled(config: dict[str, Any]) -> dict[str, Any]:
-    """A config, including nested configs, without fields that do not affect keys and values."""
     return {
         key: _settled(value) if isinstance(value, dict) else value
         for key, value in config.items()
@@ -232,7 +231,6 @@ def _tensor_digest(tensor: Tensor) -> str:
 
 
 def _parts(tensor: Tensor) -> list[Tensor]:
-    """Plain tensors that make up a tensor."""
     if tensor.is_quantized:
         return [tensor.dequantize()]
     if tensor.layout != torch.strided:

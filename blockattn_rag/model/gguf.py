@@ -100,7 +100,6 @@ def _dequantize(file: Path, folder: Path) -> None:
 
 
 def _write_model(file: Path, folder: Path) -> None:
-    """Write the config and the float32 weights of a GGUF file, about ``_SHARD_BYTES`` at a time."""
     from gguf import GGUFReader
     from gguf.quants import dequantize
     from transformers.modeling_gguf_pytorch_utils import (
@@ -153,7 +152,6 @@ def _write_model(file: Path, folder: Path) -> None:
 
 
 def _has_own_reader(architecture: str) -> bool:
-    """Whether transformers has a dedicated reader for this architecture's tensors."""
     try:
         from transformers.integrations.gguf.utils import is_gguf_arch_supported
     except ImportError:  # Transformers before 5.23 has no dedicated readers.

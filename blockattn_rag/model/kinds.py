@@ -98,7 +98,6 @@ def summary(kinds: Sequence[LayerKind]) -> str:
 
 
 def storing(kinds: Sequence[LayerKind]) -> list[int]:
-    """Indices of the layers that blocks store keys and values for."""
     return [index for index, kind in enumerate(kinds) if kind.stores]
 
 
@@ -202,14 +201,12 @@ def own_attention(name: str, module: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _is_part(mask: Any, made: Tensor) -> bool:
-    """Whether ``mask`` is ``made`` or a view of it."""
     if not isinstance(mask, Tensor):
         return False
     return mask.untyped_storage().data_ptr() == made.untyped_storage().data_ptr()
 
 
 def _sees(function: Callable[..., Any], query: int, key: int) -> bool:
-    """Whether a query attends to a key according to a mask function of transformers."""
     return bool(function(*(torch.tensor(index) for index in (0, 0, query, key))))
 
 
@@ -306,7 +303,6 @@ class ProbeError(UnsupportedModelError):
 def refusal(
     subject: object, reason: str, kind: type[UnsupportedModelError] = UnsupportedModelError
 ) -> UnsupportedModelError:
-    """Create an error that explains why a model cannot run in block mode."""
     return kind(
         f"{type(subject).__name__} cannot be used with Block-Attention: {reason}. The page "
         "'Models' of the documentation lists models that work, such as Qwen3, Llama 3 and Gemma 3."

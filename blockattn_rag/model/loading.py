@@ -256,7 +256,6 @@ def _load_adapter(
     target: str,
     kwargs: dict[str, Any],
 ) -> PreTrainedModel:
-    """Load the base model and merge the adapter into its weights."""
     try:
         from peft import PeftModel
     except ImportError as error:

@@ -179,7 +179,6 @@ def _refuse_other_windows(model: PreTrainedModel, profile: AttentionProfile) -> 
 
 
 def shrunk(config: Any) -> dict[str, Any]:
-    """Fields of a config, reduced to a smaller size."""
     fields: dict[str, Any] = config.to_dict()
     name = next((n for n in _LAYERS if isinstance(fields.get(n), int)), None)
     types = next((t for n in _TYPES if (t := getattr(config, n, None))), ())
@@ -260,7 +259,6 @@ def _kept_layers(types: Sequence[str], layers: int) -> int:
 
 
 def _smaller(name: str, value: Any, layers: int, kept: int) -> Any:
-    """Value of a config field, reduced to the smaller size."""
     if isinstance(value, Mapping):
         return {
             key: _smaller(key, one, layers, kept)

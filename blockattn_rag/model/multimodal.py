@@ -28,7 +28,6 @@ def auto_class(config: Any) -> Any:
 
 
 def text_class(config: Any) -> type[PreTrainedModel] | None:
-    """Class of the causal language model for a text config. None if transformers has none."""
     mappings: Any = (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING)
     return next((mapping[type(config)] for mapping in mappings if type(config) in mapping), None)
 

@@ -107,7 +107,6 @@ def with_recomputed(
 
 
 def _copied(model: BlockModel, context: Context) -> ContextCache:
-    """Create a copied cache of a context, with all tokens in every layer."""
     config, profile = model.hf_model.config, model.profile
     return copied_cache(config, [context], profile.layouts, profile.kinds, keeps_all=True)
 
@@ -148,7 +147,6 @@ def can_recompute(model: BlockModel | CheckpointModel) -> bool:
 
 
 def check_can_recompute(model: BlockModel | CheckpointModel) -> None:
-    """Raise ``UnsupportedModelError`` if a model cannot recompute tokens."""
     if model.profile.has_states:
         raise UnsupportedModelError(
             f"{model.name} cannot recompute tokens, because the state layers of hybrid models "

@@ -210,7 +210,6 @@ class JsonStrings:
             self.push(token)
 
     def push(self, token: int) -> None:
-        """Process the next token."""
         self._ids.append(token)
         borders = [self._reads_border(character) for character in self._decode([token])]
         if any(borders):
@@ -247,7 +246,6 @@ class JsonStrings:
         self._has_data = self._depth > 0 and (self._has_data or inside)
 
     def _take(self, token: int) -> None:
-        """Process a token inside a string."""
         self._string.append(token)
         if unit := self._repetition.push(token):
             loop = unit * (2 + LATER_TOKENS // len(unit))
@@ -312,7 +310,6 @@ class LoopGuard:
         return self.has_loop and self._text is not None
 
     def push(self, token: int) -> None:
-        """Process the next token."""
         if self._text is not None:
             self.has_loop |= bool(self._text.push(token))
         if self._strings is not None:
@@ -321,7 +318,6 @@ class LoopGuard:
 
 
 def holds_json(grammar: Grammar | None) -> bool:
-    """Whether a grammar's answers are, or contain, JSON."""
     if grammar is not None and grammar.kind == "grammar":
         return "%json" in grammar.text
     return grammar is not None and grammar.kind in ("json", "json_object", "structural_tag")

@@ -180,7 +180,6 @@ def _file(source: str, name: str, commit: str | None, *, required: bool = False)
 
 
 def _shards(index: Path) -> tuple[str, ...]:
-    """File names of a sharded checkpoint's weights."""
     try:
         shards: dict[str, str] = json.loads(index.read_bytes())["weight_map"]
         return tuple(sorted({str(name) for name in shards.values()}))
