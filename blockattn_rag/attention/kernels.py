@@ -145,7 +145,8 @@ def attend_fused(
     query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None = None
 ) -> Partial:
     """PyTorch's flash kernel for the CPU. Requires ``N > 0``."""
-    query, key, value = map(_with_whole_rows, (query, key, value))
+    # The kernel assumes that rows are contiguous.
+    query, key, value = (s if s.stride(-1) == 1 else s.contiguous() for s in (query, key, value))
     bias = None if mask is None else _additive_mask(mask, query)
     output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         query, key, value, 0.0, False, attn_mask=bias, scale=scale
@@ -237,11 +238,6 @@ def fold_heads(query: Tensor, mask: Tensor | None, kv_heads: int) -> tuple[Tenso
 def fold_sinks(sinks: Tensor, tokens: int, kv_heads: int) -> Tensor:
     """Repeat sink scores ``[H]`` for the rows of ``fold_heads``. Returns ``[K, Q]``, float32."""
     return sinks.float().reshape(kv_heads, -1).repeat_interleave(tokens, dim=1)
-
-
-def _with_whole_rows(states: Tensor) -> Tensor:
-    """Make the last dimension of states contiguous, which the fused kernels assume."""
-    return states if states.stride(-1) == 1 else states.contiguous()
 
 
 def _additive_mask(mask: Tensor, query: Tensor) -> Tensor:

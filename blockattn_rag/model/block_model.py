@@ -18,6 +18,7 @@ from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.kv.context import Assembly, Context
 from blockattn_rag.model import decoding, loading, relay_attention
 from blockattn_rag.model.caches import ContextCache, copied_cache
+from blockattn_rag.model.checkpoint import TunedModel
 from blockattn_rag.model.constraint import AnswerRules
 from blockattn_rag.model.encoding import EncodeRequest, batches, encode_batch
 from blockattn_rag.model.exclusion import lock_of, turn_to_draw
@@ -29,7 +30,6 @@ from blockattn_rag.model.relay_attention import last_logits
 from blockattn_rag.model.repetition import LoopGuard
 from blockattn_rag.model.sampling import Sampling
 from blockattn_rag.model.states import HeadStates
-from blockattn_rag.model.tuning import TunedModel
 from blockattn_rag.model.weight_files import ChangedFileError, WeightFiles
 from blockattn_rag.output.grammar import Grammar
 from blockattn_rag.prompts.tokenization import BlockTokenizer

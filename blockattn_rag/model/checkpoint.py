@@ -1,4 +1,4 @@
-"""CheckpointModel: the properties of a model that a server needs, read from its files."""
+"""Properties of models that are read from their config and files, without weights."""
 
 from __future__ import annotations
 
@@ -22,8 +22,41 @@ from blockattn_rag.model.loading import (
 from blockattn_rag.model.miniature import profile_config
 from blockattn_rag.model.multimodal import keep_settings, text_class
 from blockattn_rag.model.probe import AttentionProfile
-from blockattn_rag.model.tuning import TunedModel
+from blockattn_rag.prompts.checkpoints import Checkpoint, known_checkpoint
 from blockattn_rag.prompts.tokenization import BlockTokenizer
+
+
+class TunedModel:
+    """Base class of ``BlockModel`` and ``CheckpointModel`` that reads fine-tuning settings from a
+    model's config and name."""
+
+    name: str
+    config: Any
+
+    @property
+    def is_block_tuned(self) -> bool:
+        """Whether the model is known to have been fine-tuned with the block mask."""
+        marker, known = getattr(self.config, "block_attention", None), self.checkpoint
+        return bool(marker) or (known is not None and known.block_tuned)
+
+    @property
+    def tuned_with(self) -> dict[str, str]:
+        """Block-mode options (``positions``, ``sink``) that the model was fine-tuned with. Unknown
+        options are omitted."""
+        marker, known = getattr(self.config, "block_attention", None), self.checkpoint
+        if isinstance(marker, dict):
+            return {name: marker[name] for name in ("positions", "sink") if marker.get(name)}
+        return known.switches if known else {}
+
+    @property
+    def checkpoint(self) -> Checkpoint | None:
+        """Published block-fine-tuned checkpoint with this name. None after further fine-tuning."""
+        marker = getattr(self.config, "block_attention", None)
+        return None if marker or self.has_adapter else known_checkpoint(self.name)
+
+    @property
+    def has_adapter(self) -> bool:
+        return False
 
 
 class CheckpointModel(TunedModel):
