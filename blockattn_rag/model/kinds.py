@@ -151,8 +151,10 @@ def seen_attention(hf_model: PreTrainedModel) -> Iterator[dict[int, SeenAttentio
         module: Any, query: Any, key: Tensor, value: Any, attention_mask: Any, **kwargs: Any
     ) -> Any:
         sees = None
+        is_tensor = isinstance(attention_mask, Tensor)
+        place = attention_mask.untyped_storage().data_ptr() if is_tensor else None
         for made, own, function in masks:
-            if _is_part(attention_mask, made):
+            if made.untyped_storage().data_ptr() == place:  # The mask is `made`, or a view of it.
                 attention_mask, sees = attention_mask if own is made else own, function
                 break
         settings = frozenset(n for n in ("softcap", "s_aux") if kwargs.get(n) is not None)
@@ -198,12 +200,6 @@ def own_attention(name: str, module: Any, *args: Any, **kwargs: Any) -> Any:
     if "flash" in name:  # Flash attention imports the package named in the config.
         module = _Changed(module, config=_Changed(module.config, _attn_implementation=name))
     return forward(module, *args, **kwargs)
-
-
-def _is_part(mask: Any, made: Tensor) -> bool:
-    if not isinstance(mask, Tensor):
-        return False
-    return mask.untyped_storage().data_ptr() == made.untyped_storage().data_ptr()
 
 
 def _sees(function: Callable[..., Any], query: int, key: int) -> bool:

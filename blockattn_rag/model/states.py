@@ -40,8 +40,21 @@ class HeadStates:
 
     @cached_property
     def _takes_several_tokens(self) -> bool:
-        """Whether a forward pass of several tokens continues from a cache's states, tested once."""
-        return takes_several_tokens(self._hf_model, self._indices[-1])
+        """Whether a forward pass of several tokens continues from a cache's states.
+
+        Some transformers models only use the state in forward passes of one token. The test
+        replaces the state: if the logits change, the state is used. One layer is tested, because
+        all state layers of a model work alike.
+        """
+        layer, names = self._indices[-1], ("conv_states", "recurrent_states")
+        one, several = (
+            all(_is_used(self._hf_model, layer, name, tokens) for name in names)
+            for tokens in (1, 2)
+        )
+        if not one:
+            reason = f"later tokens do not continue from the state of layer {layer}"
+            raise refusal(self._hf_model, reason)
+        return several
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -82,23 +95,6 @@ class HeadStates:
 
 
 @torch.inference_mode()
-def takes_several_tokens(hf_model: PreTrainedModel, layer: int) -> bool:
-    """Whether a forward pass of several tokens continues from a state layer's cached state.
-
-    Some transformers models only use the state in forward passes of one token. The test replaces
-    the state: if the logits change, the state is used. One layer is tested, because all state
-    layers of a model work alike. Raises ``UnsupportedModelError`` if even a forward pass of one
-    token does not continue from the state.
-    """
-    one, several = (
-        all(_is_used(hf_model, layer, name, tokens) for name in ("conv_states", "recurrent_states"))
-        for tokens in (1, 2)
-    )
-    if not one:
-        raise refusal(hf_model, f"later tokens do not continue from the state of layer {layer}")
-    return several
-
-
 def _is_used(hf_model: PreTrainedModel, layer: int, name: str, tokens: int) -> bool:
     """Whether a state affects the logits of the next tokens. True if the layer has not set it."""
     logits = []
