@@ -35,9 +35,7 @@ class DeviceRelay:
     """Holds the blocks and the tail of the running request.
 
     Args:
-        layouts: Rotary layout of each layer.
         outline: Head count, head size and dtype of all keys and values, which must be equal.
-        device: A CUDA device.
         programs: Number of kernel programs that fully occupy the device.
     """
 

@@ -57,12 +57,9 @@ ACCELERATOR_JOINS = JoinLimits(prefill_tokens=131_072, decode_tokens=131_072)
 
 
 class LayerReads(NamedTuple):
-    """Block tensors that a layer of a model reads.
+    """Block tensors that a layer of a model reads, by its index in the blocks.
 
-    Args:
-        place: Index of the layer in the blocks.
-        window: Sliding window in tokens. None: no window.
-        latent: Maps from latents to keys and values. None: the blocks contain keys and values.
+    ``latent``: Maps from latents to keys and values. None: the blocks contain keys and values.
     """
 
     place: int

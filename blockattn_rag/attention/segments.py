@@ -25,13 +25,8 @@ from blockattn_rag.kv.rope import Angles, RotaryLayout, rotate
 
 
 class View(NamedTuple):
-    """The part of a segment that is visible to queries.
-
-    Args:
-        first: Index of the first key that is visible to any query.
-        mask: Bool ``[1, 1, query rows of all pairs, keys from first]``, True where a key is
-            visible. None: all of these keys are visible.
-    """
+    """The part of a segment that is visible to queries: keys from the index ``first``, where
+    ``mask`` ``[1, 1, query rows of all pairs, keys from first]`` is True. None: all of them."""
 
     first: int = 0
     mask: Tensor | None = None
@@ -56,9 +51,7 @@ class Segment(Context):
     A single block is read in place. If it is quantized, every read dequantizes it. Several blocks,
     and rotary keys with latents, are joined into one tensor per layer on the layer's first read.
 
-    Args:
-        blocks: Blocks ordered by start, with shifts and starts relative to the segment.
-        readers: One reader per pair.
+    Blocks are ordered by start. Shifts and starts are relative to the segment.
     """
 
     readers: Sequence[Reader]

@@ -33,11 +33,9 @@ class ChosenAttention:
     Attention is computed in chunks, so that memory does not grow with the number of tokens. Without
     a window, all tokens of a chunk attend to every key before it, so only later keys need a mask.
 
-    Args:
-        chosen: Indices of the tokens, in order.
-        places: ``chosen`` as a tensor on the device.
-        windows: Sliding window of each layer.
-        has_causal_kernel: Whether ``attend_causal`` may be used.
+    ``places`` are the indices of the ``chosen`` tokens, in order, as a tensor on the device.
+    ``windows``: Sliding window of each layer. ``has_causal_kernel``: Whether ``attend_causal`` may
+    be used.
     """
 
     takes_mask = False
@@ -126,12 +124,8 @@ class MeasuredAttention(ChosenAttention):
     """Attention of the tokens after a context, which also sums the weight that each context token
     receives.
 
-    The weights are computed in float32, because they decide which tokens are chosen.
-
-    Args:
-        before, after: Number of tokens in the context, and after it.
-        windows: Sliding window of each layer.
-        layers: Indices of the layers to measure.
+    The weights are computed in float32, because they decide which tokens are chosen. ``layers``:
+    Indices of the layers to measure.
     """
 
     def __init__(

@@ -27,11 +27,7 @@ from blockattn_rag.output.grammar import Grammar
 
 
 class AnswerRules:
-    """Grammar matchers and loop guards for one model's answers.
-
-    Args:
-        name: Model name shown in messages.
-    """
+    """Grammar matchers and loop guards for the answers of the model ``name``."""
 
     def __init__(self, tokenizer: Any, ends: Collection[int], name: str) -> None:
         self._tokenizer = tokenizer
@@ -43,15 +39,9 @@ class AnswerRules:
         return None if grammar is None else self._compiler.start(grammar)
 
     def matcher(self, grammar: Grammar | None, *, ends_loops: bool = False) -> Matching | None:
-        """Matcher for one answer; None without a grammar.
+        """Matcher for one answer; None without a grammar. Raises the errors of the compiler.
 
-        Args:
-            ends_loops: Whether to end JSON strings, and text around JSON, that run into a loop.
-
-        Raises:
-            GrammarError: The grammar cannot be compiled.
-            UnsupportedModelError: No grammar can be compiled for this model's tokenizer.
-            ImportError: The extra ``structured`` is not installed.
+        ``ends_loops``: Whether to end JSON strings, and text around JSON, that run into a loop.
         """
         if grammar is None:
             return None
@@ -84,8 +74,6 @@ class GrammarConstraint(LogitsProcessor):
 
     Args:
         matchers: Matcher of each prompt. None leaves the prompt's rows unconstrained.
-        prompt_width: Number of prompt tokens in each row, including padding.
-        ends: Ids of the tokens that end an answer.
         pad: Padding token of rows that ended at a stop string, without a token from ``ends``.
         has_strays: Whether rows that are never returned may contain forbidden tokens, as in beam
             search and speculative decoding. The scores of these rows are not changed.

@@ -191,12 +191,8 @@ def load_with_files(
 ) -> tuple[PreTrainedModel, WeightFiles | None]:
     """Load a model with the arguments of ``load_model``, and locate its weight files.
 
-    Args:
-        commit: Hub commit, as returned by ``commit_of``.
-
-    Returns:
-        The model and its weight files. The files are None if the weights differ from them, because
-        an adapter was merged, or because the weights were quantized or dequantized.
+    The files are None if the weights differ from them, because an adapter was merged, or because
+    the weights were quantized or dequantized. ``commit``: Result of ``commit_of``.
     """
     source = resolve_name(model)
     is_local, files = Path(source).is_dir(), None

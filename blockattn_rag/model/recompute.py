@@ -57,7 +57,6 @@ def recompute(
         context: The context, with reordered positions.
         may_change: Whether the tokens of each block may be chosen. True only for passages after the
             prompt's first block, because nothing precedes the first block.
-        final_ids: Token ids of the final block.
         share: Share of the tokens that may be chosen, from 0 to 1.
 
     Returns:

@@ -107,15 +107,9 @@ class WeightFile:
 
 @dataclass(frozen=True, slots=True)
 class WeightFiles:
-    """Snapshot of all weight files of a checkpoint.
+    """Snapshot of all weight files of a checkpoint, in the order of their names.
 
-    Args:
-        source: Folder or hub id.
-        commit: Hub commit. None for a folder.
-        folder: Folder that contains the files, or links to them.
-        names: File names in the checkpoint.
-        files: The files, in the order of their names.
-        index: Index that lists the weight files. None if all weights are in one file.
+    ``folder`` contains the files, or links to them. ``index``: None if all weights are in one file.
     """
 
     source: str

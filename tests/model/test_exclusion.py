@@ -134,23 +134,20 @@ def test_concurrent_draws_do_not_change_seeded_answers(
     assert other_seed is None or found == expected
 
 
-def test_unseeded_answers_draw_concurrently(model: BlockModel) -> None:
-    """Each call of ``on_token`` waits for another unseeded answer, which must not be blocked."""
+@pytest.mark.parametrize(
+    ("seed", "sampling"),
+    [(None, Sampling(2, temperature=2.0)), (3, Sampling(2))],
+    ids=["unseeded", "greedy"],
+)
+def test_unseeded_draws_and_greedy_answers_do_not_wait(
+    model: BlockModel, seed: int | None, sampling: Sampling
+) -> None:
     other = other_model()
 
     def on_token(_: int) -> None:
-        assert InThread(lambda: sampled(other, None)).join()
+        assert InThread(lambda: other.generate([], IDS, sampling)).join()
 
-    assert sampled(model, None, on_token=on_token)
-
-
-def test_greedy_answers_do_not_wait_for_draws(model: BlockModel) -> None:
-    other = other_model()
-
-    def on_token(_: int) -> None:
-        assert InThread(lambda: other.generate([], IDS, Sampling(2))).join()
-
-    assert sampled(model, 3, on_token=on_token)
+    assert sampled(model, seed, on_token=on_token)
 
 
 def test_nested_seeded_answers_do_not_affect_each_other(model: BlockModel) -> None:
