@@ -100,7 +100,8 @@ class BlockKV:
     def token_outline(self) -> tuple[tuple[int, int, torch.dtype], ...]:
         """Head count, head size and dtype of each layer's keys, then of each layer's values, as
         returned by ``states``."""
-        return outline((*self.keys, *self.values), self.scales and self.scales.dtype)
+        dtype = None if self.scales is None else self.scales.dtype
+        return outline((*self.keys, *self.values), dtype)
 
     @property
     def nbytes(self) -> int:

@@ -48,9 +48,8 @@ def fingerprint_of(
 ) -> str:
     """Compute a model's fingerprint: 64 hex digits.
 
-    Models with the same fingerprint compute the same keys and values for the same text. Patched
-    models are not supported: the fingerprint does not cover hooks, replaced ``forward`` methods or
-    attributes set on modules.
+    Models with the same fingerprint compute the same keys and values for the same text. Hooks,
+    replaced ``forward`` methods and attributes set on modules are not covered.
 
     Args:
         kinds: Kinds of the model's layers. Attention layers, and layers that share keys and values,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -109,28 +110,27 @@ def test_a_gpu_copies_for_one_request_and_relays_for_several(on_gpu: BlockModel)
     assert cache.attention is None  # rows may have padding
 
 
-def test_a_kernel_with_another_alignment_of_queries_is_not_used(
-    monkeypatch: pytest.MonkeyPatch, on_gpu: BlockModel
-) -> None:
-    def upper_left(query: Any, key: Any, value: Any, scale: float) -> torch.Tensor:
-        return torch.nn.functional.scaled_dot_product_attention(
-            query, key, value, is_causal=query.shape[2] > 1, scale=scale, enable_gqa=True
-        )
+def upper_left(query: Any, key: Any, value: Any, scale: float) -> torch.Tensor:
+    return torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, is_causal=query.shape[2] > 1, scale=scale, enable_gqa=True
+    )
 
-    monkeypatch.setattr(CAUSAL, upper_left)
+
+def missing(*_: Any) -> torch.Tensor:
+    raise RuntimeError("no kernel image is available")
+
+
+@pytest.mark.parametrize("kernel", [upper_left, missing])
+def test_a_kernel_that_is_wrong_or_fails_is_not_used(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    on_gpu: BlockModel,
+    kernel: Callable[..., torch.Tensor],
+) -> None:
+    monkeypatch.setattr(CAUSAL, kernel)
     assert not on_gpu.has_causal_kernel
     assert on_gpu.choose_assembly("auto", 5) == "relay"
-
-
-def test_a_kernel_that_fails_is_not_used(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, on_gpu: BlockModel
-) -> None:
-    def missing(*_: Any) -> torch.Tensor:
-        raise RuntimeError("no kernel image is available")
-
-    monkeypatch.setattr(CAUSAL, missing)
-    assert on_gpu.choose_assembly("auto", 5) == "relay"
-    assert "no kernel image is available" in caplog.text
+    assert ("no kernel image is available" in caplog.text) == (kernel is missing)
 
 
 def test_training_uses_the_models_own_attention(
