@@ -16,7 +16,6 @@ from transformers import DynamicCache, PreTrainedModel
 
 from blockattn_rag.kv.block_kv import outline
 from blockattn_rag.kv.rope import (
-    LayoutFit,
     RotaryLayout,
     fit_layout,
     fused_rotation,
@@ -93,6 +92,7 @@ class AttentionProfile:
         return list(zip(found[:layers], found[layers:], strict=True))
 
 
+@torch.inference_mode()
 def profile_attention(hf_model: PreTrainedModel) -> AttentionProfile:
     """Measure a model's attention. Raises ``UnsupportedModelError`` with the reason if block mode
     would change this model's answers."""
@@ -101,18 +101,44 @@ def profile_attention(hf_model: PreTrainedModel) -> AttentionProfile:
             hf_model, "it is an encoder-decoder model, but block mode requires a decoder-only model"
         )
     limit = position_limit(hf_model.config)
-    kinds, home, fits, value_error = _measure(hf_model, limit)
+    offsets = [o for o in _PROBE_OFFSETS if o + _PROBE_TOKENS <= limit]
+    offsets = offsets or [max(1, limit - _PROBE_TOKENS)]
+    with seen_attention(hf_model) as seen:
+        filled = probe_cache(hf_model)
+    kinds = measured_kinds(hf_model, filled, seen)
+    home = _states(filled, kinds)
+    if any(states.shape[1] != _PROBE_TOKENS for pair in home for states in pair):
+        raise refusal(hf_model, "its cache does not have one entry for each token")
+    away = [(o, _states(probe_cache(hf_model, o), kinds)) for o in offsets]
+    candidates = _frequencies(hf_model)
+    tolerance = _STATES.get(hf_model.dtype, _STATES_OF_OTHER_DTYPES)
+    _refuse_foresight(hf_model, home, kinds, tolerance)
+    fits, value_errors = [], []
+    for place, (index, (keys, values)) in enumerate(zip(storing(kinds), home, strict=True)):
+        fit = fit_layout(keys, [(o, states[place][0]) for o, states in away], candidates)
+        moved = (states[place][1].float() for _, states in away)
+        value_error = max(relative_error(one, values.float()) for one in moved)
+        if not max(fit.error, value_error) <= tolerance:
+            raise refusal(
+                hf_model,
+                f"in layer {index} ({kinds[index]}), keys at another position differ by "
+                f"{fit.error:.2g} from every known rotation, and values differ by "
+                f"{value_error:.2g}; expected at most {tolerance:g} from rounding. The position "
+                f"embedding is not plain rotary ({len(candidates)} frequency tables tried)",
+            )
+        fits.append(fit)
+        value_errors.append(value_error)
     layouts = [fit.layout for fit in fits]
     if not any(layout.rotates for layout in layouts):
         _refuse_other_positions(hf_model, kinds)
     _check_fused_rotations(layouts, [keys for keys, _ in home])
     return AttentionProfile(
-        kinds=kinds,
+        kinds=tuple(kinds),
         layouts=tuple(next(first for first in layouts if first.same_as(own)) for own in layouts),
         max_context_tokens=limit,
         token_outline=outline([states for pair in zip(*home, strict=True) for states in pair]),
         key_error=max(fit.error for fit in fits),
-        value_error=value_error,
+        value_error=max(value_errors),
     )
 
 
@@ -155,47 +181,6 @@ def position_limit(config: Any) -> int:
 
 States = list[tuple[Tensor, Tensor]]
 """Keys and values ``[heads, tokens, size]`` of each layer that stores them."""
-
-
-@torch.inference_mode()
-def _measure(
-    hf_model: PreTrainedModel, limit: int
-) -> tuple[tuple[LayerKind, ...], States, list[LayoutFit], float]:
-    """Measure each layer's kind and rotary layout on a short random probe, and check that values do
-    not depend on positions.
-
-    Returns:
-        The layers' kinds, the probe's states, the fit of each layer that stores keys and values,
-        and the maximum error of values.
-    """
-    offsets = [o for o in _PROBE_OFFSETS if o + _PROBE_TOKENS <= limit]
-    offsets = offsets or [max(1, limit - _PROBE_TOKENS)]
-    with seen_attention(hf_model) as seen:
-        filled = probe_cache(hf_model)
-    kinds = measured_kinds(hf_model, filled, seen)
-    home = _states(filled, kinds)
-    if any(states.shape[1] != _PROBE_TOKENS for pair in home for states in pair):
-        raise refusal(hf_model, "its cache does not have one entry for each token")
-    away = [(o, _states(probe_cache(hf_model, o), kinds)) for o in offsets]
-    candidates = _frequencies(hf_model)
-    tolerance = _STATES.get(hf_model.dtype, _STATES_OF_OTHER_DTYPES)
-    _refuse_foresight(hf_model, home, kinds, tolerance)
-    fits, value_errors = [], []
-    for place, (index, (keys, values)) in enumerate(zip(storing(kinds), home, strict=True)):
-        fit = fit_layout(keys, [(o, states[place][0]) for o, states in away], candidates)
-        moved = (states[place][1].float() for _, states in away)
-        value_error = max(relative_error(one, values.float()) for one in moved)
-        if not max(fit.error, value_error) <= tolerance:
-            raise refusal(
-                hf_model,
-                f"in layer {index} ({kinds[index]}), keys at another position differ by "
-                f"{fit.error:.2g} from every known rotation, and values differ by "
-                f"{value_error:.2g}; expected at most {tolerance:g} from rounding. The position "
-                f"embedding is not plain rotary ({len(candidates)} frequency tables tried)",
-            )
-        fits.append(fit)
-        value_errors.append(value_error)
-    return tuple(kinds), home, fits, max(value_errors)
 
 
 def _states(cache: DynamicCache, kinds: Sequence[LayerKind]) -> States:
