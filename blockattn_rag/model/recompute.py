@@ -83,11 +83,28 @@ def with_recomputed(
     """
     if cache is None:
         cache = _copied(model, context)
-    _compute(model, context, cache, chosen)
+    ids = context.token_ids
+    places = torch.tensor(chosen, device=model.device)
+    layers: Any = cache.layers
+    kinds = model.profile.kinds
+    cache.layers = [
+        _ReplacingLayer(layer, places) if kind.stores else layer
+        for layer, kind in zip(layers, kinds, strict=True)
+    ]
+    windows, has_kernel = layer_windows(kinds), model.has_causal_kernel
+    cache.attention = ChosenAttention(chosen, places, windows, has_causal_kernel=has_kernel)
+    with torch.inference_mode(), isolated_caches():
+        model.hf_model(
+            input_ids=torch.tensor([[ids[place] for place in chosen]], device=model.device),
+            position_ids=places[None],
+            past_key_values=cache,
+            use_cache=True,
+            **logits_to_keep(model.hf_model),
+        )
     identity = [block.kv.digest for block in context.blocks], [*chosen]
     keys, values = [], []
-    layers: Any = cache.layers
-    for kind in model.profile.kinds:
+    layers = cache.layers
+    for kind in kinds:
         # Copy each layer, because the cache has room for more tokens. Only one layer exists twice
         # at a time.
         layer = layers.pop(0)
@@ -97,7 +114,7 @@ def with_recomputed(
     kv = BlockKV(
         keys=tuple(keys),
         values=tuple(values),
-        token_ids=torch.tensor(context.token_ids),
+        token_ids=torch.tensor(ids),
         fingerprint=context.blocks[0].kv.fingerprint,
         digest=hashlib.sha256(repr(identity).encode()).hexdigest(),
         handle="",
@@ -212,27 +229,3 @@ class _ReplacingLayer(DynamicLayer):
         self.keys.index_copy_(2, self._places, key_states)
         self.values.index_copy_(2, self._places, value_states)
         return self.keys, self.values
-
-
-def _compute(
-    model: BlockModel, context: Context, cache: ContextCache, chosen: Sequence[int]
-) -> None:
-    """Recompute the chosen tokens with full attention, and replace their keys and values."""
-    ids = context.token_ids
-    places = torch.tensor(chosen, device=model.device)
-    layers: Any = cache.layers
-    kinds = model.profile.kinds
-    cache.layers = [
-        _ReplacingLayer(layer, places) if kind.stores else layer
-        for layer, kind in zip(layers, kinds, strict=True)
-    ]
-    windows, has_kernel = layer_windows(kinds), model.has_causal_kernel
-    cache.attention = ChosenAttention(chosen, places, windows, has_causal_kernel=has_kernel)
-    with torch.inference_mode(), isolated_caches():
-        model.hf_model(
-            input_ids=torch.tensor([[ids[place] for place in chosen]], device=model.device),
-            position_ids=places[None],
-            past_key_values=cache,
-            use_cache=True,
-            **logits_to_keep(model.hf_model),
-        )
