@@ -63,6 +63,8 @@ OPTIONAL = {"triton", "flash-attn-3"}
 # Declared dependencies that no file imports, and why they are needed.
 NEEDED_UNIMPORTED = {
     "bitsandbytes": "transformers imports it to quantize weights to 4 bits",
+    "flash-attn": "attention/flash.py imports it by name",
+    "flash-attn-4": "attention/flash.py imports it by name",
     "langchain-chroma": "the vector store in the guide for LangChain",
     "llama-index-readers-file": "SimpleDirectoryReader imports it to read PDF files",
 }

@@ -35,9 +35,7 @@ class DeviceRelay:
     """Holds the blocks and the tail of the running request.
 
     Args:
-        layouts: Rotary layout of each layer.
         outline: Head count, head size and dtype of all keys and values, which must be equal.
-        device: A CUDA device.
         programs: Number of kernel programs that fully occupy the device.
     """
 
@@ -80,14 +78,12 @@ class DeviceRelay:
 
     @property
     def room(self) -> int:
-        """Capacity of the tail in tokens."""
         return self._tail.shape[3]
 
     def reads(self, context: Context) -> bool:
         """Whether the kernel can read all blocks of a context in place."""
-        if len(context.blocks) >= MOST_BLOCKS:
-            return False
-        if sum(-(-kv.num_tokens // CHUNK_TOKENS) for kv, *_ in context.blocks) > MOST_CHUNKS:
+        chunks = sum(-(-tokens // CHUNK_TOKENS) for tokens in context.lengths)
+        if len(context.blocks) >= MOST_BLOCKS or chunks > MOST_CHUNKS:
             return False
         return all(self._address(kv) is not None for kv, *_ in context.blocks)
 
@@ -95,13 +91,9 @@ class DeviceRelay:
         """Memory addresses of a block's keys and values, ``[layers, 2]``. None if the kernel cannot
         read them."""
         known = self._addresses.get(kv)
-        if known is None:
-            states = [(kv.keys[layer], kv.values[layer]) for layer in range(kv.num_layers)]
-            if kv.scales is not None or not all(
-                map(self._is_plain, (s for p in states for s in p))
-            ):
-                return None
-            known = torch.tensor([[keys.data_ptr(), values.data_ptr()] for keys, values in states])
+        if known is None and all(map(self._is_plain, (*kv.keys, *kv.values))):
+            pairs = zip(kv.keys, kv.values, strict=True)
+            known = torch.tensor([[one.data_ptr() for one in pair] for pair in pairs])
             self._addresses[kv] = known
         return known
 
@@ -145,7 +137,6 @@ class DeviceRelay:
         torch.arange(start, start + tokens, out=self._places[:tokens])
 
     def _grow(self, tokens: int) -> None:
-        """Move the tail to larger tensors with room for twice as many tokens."""
         old = self._tail
         self._make_tail(2 * tokens)
         self._tail[:, :, :, : old.shape[3]] = old
@@ -175,8 +166,7 @@ class DeviceRelay:
         return keys, values
 
     def attend(self, layer: int, inputs: AttentionInputs) -> Tensor:
-        """See ``RelayPlan.attend``. Uses the tail's keys and values as written. Only supports plain
-        attention, without soft cap and sinks."""
+        """See ``RelayPlan.attend``. Uses the tail's keys and values as written."""
         assert inputs.cap is None
         assert inputs.sinks is None
         from blockattn_rag.attention.relay_kernel import attend_blocks  # needs Triton

@@ -10,7 +10,8 @@ import logging
 import math
 from collections.abc import Callable
 from functools import cache, partial
-from typing import Any
+from importlib import import_module
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,10 +24,31 @@ and whether attention is causal, with the last query aligned to the last key. Re
 
 PYTORCH = "PyTorch"
 
-_PROBES = ((1, 300, False), (70, 300, False), (70, 300, True))
-"""Test cases for kernels: number of queries, number of keys, and whether attention is causal."""
 
-_TIMED = (64, 8192, True)
+class _Case(NamedTuple):
+    """Test case for kernels, with at least two query heads per key-value head."""
+
+    rows: int
+    heads: int
+    queries: int
+    keys: int
+    is_causal: bool
+
+    def states(
+        self, device: torch.device, dtype: torch.dtype, size: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(0)
+        of_keys = min(8, self.heads // 2), self.keys
+        query, key, value = (
+            torch.randn(self.rows, *shape, size, generator=generator).to(device, dtype)
+            for shape in ((self.heads, self.queries), of_keys, of_keys)
+        )
+        return query, key, value
+
+
+_PROBES = [_Case(2, 4, *rest) for rest in ((1, 300, False), (70, 300, False), (70, 300, True))]
+
+_TIMED = _Case(1, 32, 64, 8192, is_causal=True)
 """Benchmark case that the fastest kernel is chosen by: a question after its passages."""
 
 _MARGIN = 1.05
@@ -44,9 +66,9 @@ def fastest_flash(device: torch.device, dtype: torch.dtype, size: int) -> FlashK
     if not _packages(device):
         return _by_pytorch
     kernels = exact_kernels(device, dtype, size)
-    states = _states(device, dtype, size, rows=1, heads=32, queries=_TIMED[0], keys=_TIMED[1])
+    states = _TIMED.states(device, dtype, size)
     times_s = {
-        name: elapsed_s(partial(kernel, *states, size**-0.5, _TIMED[2]), device)
+        name: elapsed_s(partial(kernel, *states, size**-0.5, _TIMED.is_causal), device)
         for name, kernel in kernels.items()
     }
     _logger.info("Flash kernel timings in seconds: %s", times_s)
@@ -110,45 +132,32 @@ def _by_package(
     return output.transpose(1, 2), lse
 
 
-def _flash_attn_2() -> Callable[..., Any]:
-    from flash_attn import flash_attn_func
-
-    return partial(flash_attn_func, return_attn_probs=True)
-
-
-def _flash_attn_3() -> Callable[..., Any]:
-    from flash_attn_interface import flash_attn_func
-
-    # With few queries, most of a GPU is idle unless keys are split. 0: the package decides.
-    return partial(flash_attn_func, return_attn_probs=True, num_splits=0)
-
-
-def _flash_attn_4() -> Callable[..., Any]:
-    from flash_attn.cute import flash_attn_func
-
-    return partial(flash_attn_func, return_lse=True, num_splits=0)
-
-
-_PACKAGES: dict[str, tuple[Callable[[], Callable[..., Any]], range]] = {
-    "FlashAttention 2": (_flash_attn_2, range(8, 100)),
-    "FlashAttention 3": (_flash_attn_3, range(9, 10)),
-    "FlashAttention 4": (_flash_attn_4, range(9, 100)),
+# With few queries, most of a GPU is idle unless keys are split. 0: the package decides.
+_SPLIT = {"num_splits": 0}
+_PACKAGES: dict[str, tuple[str, dict[str, Any], range]] = {
+    "FlashAttention 2": ("flash_attn", {"return_attn_probs": True}, range(8, 100)),
+    "FlashAttention 3": (
+        "flash_attn_interface",
+        {"return_attn_probs": True} | _SPLIT,
+        range(9, 10),
+    ),
+    "FlashAttention 4": ("flash_attn.cute", {"return_lse": True} | _SPLIT, range(9, 100)),
 }
-"""Functions that import the packages, and the major compute capabilities that they support."""
+"""Module, options of its ``flash_attn_func``, and supported major compute capabilities."""
 
 
 @cache
 def _packages(device: torch.device) -> dict[str, FlashKernel]:
     """Kernels by name from installed packages that support this device."""
     kernels: dict[str, FlashKernel] = {}
-    for name, (load, capabilities) in _PACKAGES.items():
+    for name, (module, options, capabilities) in _PACKAGES.items():
         try:
-            function = load()
+            function = import_module(module).flash_attn_func
         except Exception as error:  # noqa: BLE001 -- such as a PyTorch version mismatch
             _logger.info("Not using %s, because it cannot be imported: %s", name, error)
             continue
         if torch.cuda.get_device_capability(device)[0] in capabilities:
-            kernels[name] = partial(_by_package, function)
+            kernels[name] = partial(_by_package, partial(function, **options))
     return kernels
 
 
@@ -156,12 +165,11 @@ def _packages(device: torch.device) -> dict[str, FlashKernel]:
 def _is_exact(
     name: str, kernel: FlashKernel, device: torch.device, dtype: torch.dtype, size: int
 ) -> bool:
-    """Whether a kernel matches float64 attention up to rounding."""
     scale = size**-0.5
-    for queries, keys, is_causal in _PROBES:
-        states = _states(device, dtype, size, rows=2, heads=4, queries=queries, keys=keys)
+    for case in _PROBES:
+        states = case.states(device, dtype, size)
         try:
-            output, lse = kernel(*states, scale, is_causal)
+            output, lse = kernel(*states, scale, case.is_causal)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # noqa: BLE001 -- packages raise compiler errors
@@ -170,8 +178,8 @@ def _is_exact(
         query, key, value = (one.double() for one in states)
         key, value = (one.repeat_interleave(2, dim=1) for one in (key, value))
         scores = query @ key.mT * scale
-        if is_causal:
-            seen = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
+        if case.is_causal:
+            seen = torch.ones_like(scores, dtype=torch.bool).tril(case.keys - case.queries)
             scores = scores.masked_fill(~seen, -torch.inf)
         of_output = (output - scores.softmax(-1) @ value).abs().max() / value.abs().max()
         of_lse = (lse - scores.logsumexp(-1)).abs().max()
@@ -182,23 +190,3 @@ def _is_exact(
             )
             return False
     return True
-
-
-def _states(
-    device: torch.device,
-    dtype: torch.dtype,
-    size: int,
-    *,
-    rows: int,
-    heads: int,
-    queries: int,
-    keys: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Create random queries, keys and values, with at least two query heads per key-value head."""
-    generator = torch.Generator().manual_seed(0)
-    kv_heads = min(8, heads // 2)
-    shapes = (heads, queries), (kv_heads, keys), (kv_heads, keys)
-    query, key, value = (
-        torch.randn(rows, *shape, size, generator=generator).to(device, dtype) for shape in shapes
-    )
-    return query, key, value

@@ -112,9 +112,8 @@ def cuda_kernel_for(query: Tensor, mask: Tensor | None) -> Kernel:
 
 def takes_flash(device: torch.device, dtype: torch.dtype, size: int) -> bool:
     """Whether CUDA flash kernels support a head size and a dtype on a device."""
-    if device.type != "cuda" or dtype not in _HALF or size > 256 or size % 8:
-        return False
-    return torch.cuda.get_device_capability(device) >= (8, 0)
+    is_supported = device.type == "cuda" and dtype in _HALF and size <= 256 and size % 8 == 0
+    return is_supported and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def attend_plain(
@@ -146,7 +145,8 @@ def attend_fused(
     query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None = None
 ) -> Partial:
     """PyTorch's flash kernel for the CPU. Requires ``N > 0``."""
-    query, key, value = map(_with_whole_rows, (query, key, value))
+    # The kernel assumes that rows are contiguous.
+    query, key, value = (s if s.stride(-1) == 1 else s.contiguous() for s in (query, key, value))
     bias = None if mask is None else _additive_mask(mask, query)
     output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         query, key, value, 0.0, False, attn_mask=bias, scale=scale
@@ -166,13 +166,8 @@ def attend_flash(
 def attend_causal(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
     """Compute causal attention of the last tokens to all tokens with a flash kernel.
 
-    Args:
-        query: Queries of the last tokens, ``[B, H, tokens, D]``; see ``takes_flash``.
-        key, value: States of all tokens, ``[B, K, N, D]``. H is a multiple of K.
-        scale: Factor that scores are multiplied by before the softmax (base e).
-
-    Returns:
-        Attention output, ``[B, H, tokens, D]``.
+    Queries and output are ``[B, H, tokens, D]`` (see ``takes_flash``), keys and values
+    ``[B, K, N, D]``. H is a multiple of K.
     """
     kernel = fastest_flash(query.device, query.dtype, query.shape[-1])
     return kernel(query, key, value, scale, query.shape[2] > 1)[0]
@@ -208,8 +203,6 @@ def single_softmax(
         queries: Query rows for each set, ``[K, Q, D]``, float32: the same rows, rotated to match
             the set's keys.
         states: Keys and values of each set, ``[K, N, D]``.
-        scale: Factor that scores are multiplied by before the softmax (base e).
-        cap: Soft cap on scores. None: no cap.
         sinks: Score of each row's attention sink, ``[K, Q]``. None: no sinks.
 
     Returns:
@@ -234,13 +227,8 @@ def single_softmax(
 def fold_heads(query: Tensor, mask: Tensor | None, kv_heads: int) -> tuple[Tensor, Tensor | None]:
     """Fold query heads that share keys into rows, so that keys are never repeated.
 
-    Args:
-        query: Queries ``[B, H, tokens, D]``.
-        mask: Mask ``[B, 1, tokens, N]``, or None.
-        kv_heads: Number of key-value heads, ``K``.
-
-    Returns:
-        Queries ``[B, K, Q, D]``, and the mask ``[B, 1, Q, N]`` or None.
+    Converts queries ``[B, H, tokens, D]`` to ``[B, K, Q, D]``, and the mask ``[B, 1, tokens, N]``
+    to ``[B, 1, Q, N]``.
     """
     batch, heads, _, size = query.shape
     folded = query.reshape(batch, kv_heads, -1, size)
@@ -250,11 +238,6 @@ def fold_heads(query: Tensor, mask: Tensor | None, kv_heads: int) -> tuple[Tenso
 def fold_sinks(sinks: Tensor, tokens: int, kv_heads: int) -> Tensor:
     """Repeat sink scores ``[H]`` for the rows of ``fold_heads``. Returns ``[K, Q]``, float32."""
     return sinks.float().reshape(kv_heads, -1).repeat_interleave(tokens, dim=1)
-
-
-def _with_whole_rows(states: Tensor) -> Tensor:
-    """Make the last dimension of states contiguous, which the fused kernels assume."""
-    return states if states.stride(-1) == 1 else states.contiguous()
 
 
 def _additive_mask(mask: Tensor, query: Tensor) -> Tensor:

@@ -20,12 +20,8 @@ from blockattn_rag.attention.merge import Partial
 
 
 class LatentMap(NamedTuple):
-    """Linear maps from a layer's latents to the keys and values of its heads.
-
-    Args:
-        key: Map to the unrotated part of the keys, ``[H, R, D]``.
-        value: Map to the values, ``[H, R, V]``.
-    """
+    """Linear maps from a layer's latents to the unrotated part of its heads' keys, ``[H, R, D]``,
+    and to the values, ``[H, R, V]``."""
 
     key: Tensor
     value: Tensor

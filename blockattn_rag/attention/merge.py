@@ -2,8 +2,6 @@
 
 Given the log-sum-exp of each set, attention outputs over disjoint sets of keys can be merged
 exactly into attention over all keys (RelayAttention, section 3.3 and appendix A).
-
-Shapes: ``Q`` query rows, ``D`` head size.
 """
 
 from __future__ import annotations
@@ -31,11 +29,7 @@ class Partial(NamedTuple):
 def with_sinks(part: Partial, sinks: Tensor | None) -> Tensor:
     """Attention output over all keys, reduced by the weight that goes to attention sinks.
 
-    A sink acts as a key with its own score and a value of 0.
-
-    Args:
-        part: Attention to all keys.
-        sinks: Sink score of each query row, broadcastable to ``part.lse``. None: no sinks.
+    A sink acts as a key with its own score, broadcastable to ``part.lse``, and a value of 0.
     """
     if sinks is None:
         return part.output
@@ -43,11 +37,7 @@ def with_sinks(part: Partial, sinks: Tensor | None) -> Tensor:
 
 
 def merge(parts: Sequence[Partial]) -> Partial:
-    """Merge attention over disjoint key sets (RelayAttention, equations 4-6), in float32.
-
-    Args:
-        parts: One partial result per key set, all with the same shape.
-    """
+    """Merge attention over disjoint key sets (RelayAttention, equations 4-6), in float32."""
     lses = torch.stack([part.lse for part in parts])
     lse = lses.logsumexp(dim=0)
     weights = (lses - lse.clamp_min(LEAST_LSE)).exp().unsqueeze(-1)

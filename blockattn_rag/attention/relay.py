@@ -43,10 +43,6 @@ class JoinLimits(NamedTuple):
 
     Segments are about as long as the limit. Joined blocks are temporary copies that are freed when
     the answer is complete. 0 disables joining.
-
-    Args:
-        prefill_tokens: Limit for prefill, which processes all queries of a prompt at once.
-        decode_tokens: Limit for decoding, which processes one token at a time.
     """
 
     prefill_tokens: int
@@ -61,12 +57,9 @@ ACCELERATOR_JOINS = JoinLimits(prefill_tokens=131_072, decode_tokens=131_072)
 
 
 class LayerReads(NamedTuple):
-    """Block tensors that a layer of a model reads.
+    """Block tensors that a layer of a model reads, by its index in the blocks.
 
-    Args:
-        place: Index of the layer in the blocks.
-        window: Sliding window in tokens. None: no window.
-        latent: Maps from latents to keys and values. None: the blocks contain keys and values.
+    ``latent``: Maps from latents to keys and values. None: the blocks contain keys and values.
     """
 
     place: int
@@ -84,8 +77,8 @@ class RelayPlan:
         contexts: Blocks of each request, with their positions.
         layouts: Rotary layout of each layer in the blocks.
         joins: Sizes below which blocks are joined. Default: the fastest values for the device.
-        layers: What each layer of the model reads, by its index. Default: layer i reads layer i of
-            the blocks, without windows.
+        layers: What each layer of the model reads. Default: layer i reads layer i of the blocks,
+            without windows.
     """
 
     takes_mask = True
@@ -117,12 +110,8 @@ class RelayPlan:
     def attend(self, layer: int, inputs: AttentionInputs) -> Tensor:
         """Compute attention of the final block's queries to all blocks and to the tail.
 
-        Args:
-            inputs: Queries, and the tail's keys, values and mask. If layers have windows, padding
-                is not supported.
-
-        Returns:
-            Attention output ``[B, H, tokens, D]`` in the query's dtype.
+        ``inputs`` have the tail's keys, values and mask. If layers have windows, padding is not
+        supported. Returns ``[B, H, tokens, D]`` in the query's dtype.
         """
         query, tail_key, tail_value, scale, tail_mask, cap, sinks = inputs
         batch, heads, tokens, _ = query.shape
@@ -158,11 +147,10 @@ def _takes_one_softmax(table: SegmentTable, query: Tensor, value: Tensor) -> boo
     dtypes would round the scores, other devices have faster kernels, gradients need the tensors
     that ``single_softmax`` overwrites, and quantized blocks would all be dequantized at once.
     """
-    if len(query) > 1 or not table.is_one_each or table.is_dequantized or not query.is_cpu:
-        return False
-    if not query.dtype == value.dtype == torch.float32:
-        return False
-    return not (torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"))
+    is_single = len(query) == 1 and table.is_one_each and not table.is_dequantized
+    is_exact = query.is_cpu and query.dtype == value.dtype == torch.float32
+    is_changed = torch.is_grad_enabled() or torch.is_autocast_enabled("cpu")
+    return is_single and is_exact and not is_changed
 
 
 def _segment_parts(

@@ -25,13 +25,8 @@ from blockattn_rag.kv.rope import Angles, RotaryLayout, rotate
 
 
 class View(NamedTuple):
-    """The part of a segment that is visible to queries.
-
-    Args:
-        first: Index of the first key that is visible to any query.
-        mask: Bool ``[1, 1, query rows of all pairs, keys from first]``, True where a key is
-            visible. None: all of these keys are visible.
-    """
+    """The part of a segment that is visible to queries: keys from the index ``first``, where
+    ``mask`` ``[1, 1, query rows of all pairs, keys from first]`` is True. None: all of them."""
 
     first: int = 0
     mask: Tensor | None = None
@@ -45,6 +40,9 @@ class Reader(NamedTuple):
     shift: int
     start: int
 
+    def moved(self, shift: int, start: int) -> Reader:
+        return Reader(self.request, self.shift + shift, self.start + start)
+
 
 @dataclass(frozen=True, slots=True)
 class Segment(Context):
@@ -53,9 +51,7 @@ class Segment(Context):
     A single block is read in place. If it is quantized, every read dequantizes it. Several blocks,
     and rotary keys with latents, are joined into one tensor per layer on the layer's first read.
 
-    Args:
-        blocks: Blocks ordered by start, with shifts and starts relative to the segment.
-        readers: One reader per pair.
+    Blocks are ordered by start. Shifts and starts are relative to the segment.
     """
 
     readers: Sequence[Reader]
@@ -99,18 +95,14 @@ def segments_of(contexts: Sequence[Context], tokens: int) -> list[Segment]:
             segments.append(Segment((PlacedBlock(kv, 0, 0),), pairs))
             continue
         _, shift, start = pairs[0]
-        relative = tuple(_moved(pair, -shift, -start) for pair in pairs)
+        relative = tuple(pair.moved(-shift, -start) for pair in pairs)
         small.setdefault(relative, []).append(PlacedBlock(kv, start, shift))
     for relative, blocks in small.items():
         for run in _runs(blocks, tokens):
             _, start, shift = run[0]
             moved = tuple(PlacedBlock(b.kv, b.start - start, b.shift - shift) for b in run)
-            segments.append(Segment(moved, [_moved(pair, shift, start) for pair in relative]))
+            segments.append(Segment(moved, [pair.moved(shift, start) for pair in relative]))
     return segments
-
-
-def _moved(reader: Reader, shift: int, start: int) -> Reader:
-    return Reader(reader.request, reader.shift + shift, reader.start + start)
 
 
 def _runs(blocks: Sequence[PlacedBlock], tokens: int) -> list[list[PlacedBlock]]:
@@ -133,12 +125,8 @@ def _within(context: Context, window: int) -> Context:
 
 
 class _Window:
-    """Visible parts of segments in a layer with a sliding window.
-
-    Args:
-        lengths: Number of context tokens of each request.
-        window: Size of the window in tokens.
-    """
+    """Visible part of a segment in a layer with a sliding window of ``window`` tokens, for requests
+    with ``lengths`` context tokens."""
 
     def __init__(self, segment: Segment, lengths: Sequence[int], window: int) -> None:
         blocks = segment.blocks
@@ -192,7 +180,7 @@ class SegmentTable:
         if window is not None:
             lengths = [context.num_tokens for context in contexts]
             self._windows = [_Window(segment, lengths, window) for segment in self.segments]
-        self._views: tuple[tuple[int, int, int], list[View]] | None = None
+        self._views: tuple[object, list[View]] = None, []
         self.is_dequantized = any(segment.is_dequantized for segment in self.segments)
         # With one request and no repeated block, partial results are already in order.
         self.is_one_each = self.num_requests == 1 and len(requests) == len(self.segments)
@@ -248,10 +236,8 @@ class SegmentTable:
         if self._windows is None:
             return [View()] * len(self.segments)
         asked = before, tokens, groups
-        if self._views is None or self._views[0] != asked:
-            # Otherwise, reuse the previous layer's views.
-            made = [window.view(*asked, self._device) for window in self._windows]
-            self._views = asked, made
+        if self._views[0] != asked:  # Otherwise, reuse the previous layer's views.
+            self._views = asked, [window.view(*asked, self._device) for window in self._windows]
         return self._views[1]
 
     def by_request(self, parts: Sequence[Partial]) -> list[Partial]:

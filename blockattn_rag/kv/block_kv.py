@@ -45,19 +45,12 @@ class BlockKV:
         Dequantizes a quantized block into new tensors. With ``exact_keys``, its keys are returned
         in float32, so that they can be rotated before they are rounded.
         """
-        keys, values = self.stored(layer)
-        scales = self.scales
-        if scales is None:
+        keys, values, *scales = self.tensors(layer)
+        if self.scales is None:
             return keys, values
-        keys_dtype = torch.float32 if exact_keys else scales.dtype
-        return (
-            dequantize(keys, scales.keys[layer], keys_dtype),
-            dequantize(values, scales.values[layer], scales.dtype),
-        )
-
-    def stored(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of a layer as stored, which is in int8 if the block is quantized."""
-        return self.keys[layer], self.values[layer]
+        dtype = self.scales.dtype
+        keys = dequantize(keys, scales[0], torch.float32 if exact_keys else dtype)
+        return keys, dequantize(values, scales[1], dtype)
 
     def tensors(self, layer: int) -> tuple[Tensor, ...]:
         """Keys and values of a layer as stored, followed by their scales if the block is
@@ -84,13 +77,11 @@ class BlockKV:
         """
         if self.scales is not None:
             return self
-        states = [self.states(layer) for layer in range(self.num_layers)]
-        keys, values, scales = quantize(*zip(*states, strict=True))
+        keys, values, scales = quantize(self.keys, self.values)
         return replace(self, keys=keys, values=values, scales=scales)
 
     @property
     def key(self) -> str:
-        """Store key of this block."""
         return store_key(self.fingerprint, self.digest, self.namespace)
 
     @property
@@ -109,10 +100,8 @@ class BlockKV:
     def token_outline(self) -> tuple[tuple[int, int, torch.dtype], ...]:
         """Head count, head size and dtype of each layer's keys, then of each layer's values, as
         returned by ``states``."""
-        found = outline((*self.keys, *self.values))
-        if self.scales is None:
-            return found
-        return tuple((heads, size, self.scales.dtype) for heads, size, _ in found)
+        dtype = None if self.scales is None else self.scales.dtype
+        return outline((*self.keys, *self.values), dtype)
 
     @property
     def nbytes(self) -> int:
@@ -130,9 +119,12 @@ class BlockKV:
         return self.with_tensors([[next(copies) for _ in layer] for layer in layers])
 
 
-def outline(states: Sequence[Tensor]) -> tuple[tuple[int, int, torch.dtype], ...]:
-    """Head count, head size and dtype of keys or values ``[heads, tokens, head_dim]``."""
-    return tuple((t.shape[0], t.shape[2], t.dtype) for t in states)
+def outline(
+    states: Sequence[Tensor], dtype: torch.dtype | None = None
+) -> tuple[tuple[int, int, torch.dtype], ...]:
+    """Head count, head size and dtype (default: the stored one) of keys or values
+    ``[heads, tokens, head_dim]``."""
+    return tuple((t.shape[0], t.shape[2], dtype or t.dtype) for t in states)
 
 
 def token_digest(
@@ -171,8 +163,8 @@ MOST_HANDLES = 8
 def joined_handles(handles: Iterable[str]) -> str:
     """``BlockKV.handle`` of texts that share one entry because their tokens are equal.
 
-    Distinct handles are separated by commas. With more than ``MOST_HANDLES``, the result is empty:
-    ``store gc`` cannot tell who uses the entry, and only ``ttl_s`` deletes it.
+    With more than ``MOST_HANDLES`` distinct handles, the result is empty: ``store gc`` cannot tell
+    who uses the entry, and only ``ttl_s`` deletes it.
     """
     distinct = list(dict.fromkeys(handles))
     return ",".join(distinct) if len(distinct) <= MOST_HANDLES else ""
@@ -193,11 +185,9 @@ def _sha256(text: str) -> str:
 
 def _copies(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     """Copy tensors to ``device`` as one contiguous transfer per dtype."""
-    copies = list(tensors)
+    parts = {}
     for dtype in {t.dtype for t in tensors}:
-        places = [place for place, t in enumerate(tensors) if t.dtype == dtype]
-        joined = torch.cat([tensors[place].reshape(-1) for place in places]).to(device)
-        parts = torch.split(joined, [tensors[place].numel() for place in places])
-        for place, part in zip(places, parts, strict=True):
-            copies[place] = part.view(tensors[place].shape)
-    return copies
+        same = [t.reshape(-1) for t in tensors if t.dtype == dtype]
+        joined = torch.cat(same).to(device)
+        parts[dtype] = iter(torch.split(joined, [len(t) for t in same]))
+    return [next(parts[t.dtype]).view(t.shape) for t in tensors]

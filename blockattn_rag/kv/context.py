@@ -43,7 +43,6 @@ class Context:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Number of tokens of each block."""
         return tuple(block.kv.num_tokens for block in self.blocks)
 
     @property
@@ -73,11 +72,9 @@ def assemble(
         room: Number of uninitialized tokens at the end of each tensor, as space for later states.
 
     Yields:
-        Keys, re-encoded by each block's shift, and values. Both are
-        ``[num_kv_heads, tokens + room, head_dim]`` in the blocks' dtype. Keys of quantized blocks
-        are dequantized, rotated, and then rounded once. Stored tensors are never modified. Without
-        room, a context of one block that is neither shifted nor quantized yields the stored tensors
-        themselves.
+        Keys, re-encoded by each block's shift, and values, ``[K, tokens + room, head_dim]`` in the
+        blocks' dtype. Stored tensors are never modified. Without room, a context of one block that
+        is neither shifted nor quantized yields the stored tensors themselves.
     """
     angles: Angles = {}
     for index, layout in enumerate(layouts):
@@ -97,8 +94,7 @@ def joined_states(
     if layout not in angles:
         angles[layout] = _angles(blocks, layout, joined.device)
     # Keys of quantized blocks are in float32 here, and are only rounded after the rotation.
-    scales = next((b.kv.scales for b in blocks if b.kv.scales is not None), None)
-    dtype = joined.dtype if scales is None else scales.dtype
+    dtype = values[0].dtype
     if not room and not joined.is_cuda:  # Saves a tensor and a pass over memory.
         return rotate(joined, *angles[layout], layout).to(dtype), _joined(values, room)
     heads, tokens, size = joined.shape

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, cast, get_args
 
 import torch
 from torch import Tensor
@@ -23,23 +23,15 @@ KVDtype = Literal["model", "int8"]
 STEPS = 127
 """Steps from 0 to the largest magnitude. -128 is unused to keep the range symmetric."""
 
-LEAST_SCALE = torch.finfo(torch.float32).tiny
+_LEAST_SCALE = torch.finfo(torch.float32).tiny
 """Minimum scale, used for zeros and tiny numbers. Below it, float32 loses precision."""
-
-# The maximum is taken over tokens for keys, and over channels for values.
-_KEY_DIM, _VALUE_DIM = 1, 2
 
 
 def check_kv_dtype(name: object) -> KVDtype:
-    """Check that ``name`` is a ``KVDtype``, and return it unchanged.
-
-    Raises:
-        ValueError: ``name`` is not a ``KVDtype``.
-    """
-    for known in get_args(KVDtype):
-        if name == known:
-            return known  # type: ignore[no-any-return]
-    raise ValueError(f"kv_dtype must be one of {get_args(KVDtype)}, found {name!r:.80}")
+    """Return ``name`` if it is a ``KVDtype``; otherwise raise ``ValueError``."""
+    if name not in get_args(KVDtype):
+        raise ValueError(f"kv_dtype must be one of {get_args(KVDtype)}, found {name!r:.80}")
+    return cast("KVDtype", name)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,16 +52,9 @@ class KVScales:
 def quantize(
     keys: Sequence[Tensor], values: Sequence[Tensor]
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], KVScales]:
-    """Quantize a block's keys and values to int8.
+    """Quantize keys ``[K, n, D]`` and values per layer. Returns int8 keys, int8 values and scales.
 
     NaN and infinity propagate to the scales, where a later check for finite numbers detects them.
-
-    Args:
-        keys: Keys per layer, ``[K, n, D]``, all in the same floating-point dtype.
-        values: Values per layer. Shaped like ``keys``, except for the head size.
-
-    Returns:
-        int8 keys, int8 values, and their scales.
 
     Raises:
         ValueError: the dtypes differ, or are not floating-point.
@@ -80,8 +65,8 @@ def quantize(
             f"Cannot quantize {sorted(map(str, kinds))}: expected keys and values of one "
             "floating-point type"
         )
-    key_codes, key_scales = zip(*(_quantized(k, _KEY_DIM) for k in keys), strict=True)
-    value_codes, value_scales = zip(*(_quantized(v, _VALUE_DIM) for v in values), strict=True)
+    key_codes, key_scales = zip(*(_quantized(k, dim=1) for k in keys), strict=True)
+    value_codes, value_scales = zip(*(_quantized(v, dim=2) for v in values), strict=True)
     return key_codes, value_codes, KVScales(key_scales, value_scales, kinds.pop())
 
 
@@ -91,7 +76,7 @@ def dequantize(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _quantized(states: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """Quantize along ``dim``. Returns an int8 tensor, and scales with size 1 along ``dim``."""
+    """Quantize with one scale for all numbers along ``dim``: an int8 tensor and its scales."""
     exact = states.float()
-    scale = (exact.abs().amax(dim, keepdim=True) / STEPS).clamp_min_(LEAST_SCALE)
+    scale = (exact.abs().amax(dim, keepdim=True) / STEPS).clamp_min_(_LEAST_SCALE)
     return (exact / scale).round_().to(torch.int8), scale

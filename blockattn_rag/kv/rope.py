@@ -76,17 +76,10 @@ Angles = dict[RotaryLayout, tuple[Tensor, Tensor]]
 
 
 def shift_positions(states: Tensor, offset: int, layout: RotaryLayout) -> Tensor:
-    """Move rotated keys or queries by ``offset`` positions.
+    """Move rotated keys or queries ``[..., tokens, head_dim]`` by ``offset`` positions.
 
-    Args:
-        states: Keys or queries ``[..., tokens, head_dim]`` of any float dtype, rotated to positions
-            ``p``.
-        offset: Number of positions to add, which may be negative.
-        layout: Rotary layout of the states.
-
-    Returns:
-        The states as encoded at ``p + offset``, with the same shape and dtype, computed in float32.
-        ``states`` itself if ``offset`` is 0 or the layer does not rotate keys.
+    Computed in float32, and returned in the dtype of ``states``. Returns ``states`` itself if
+    ``offset`` is 0 or the layer does not rotate keys.
     """
     if offset == 0 or not layout.rotates:
         return states
@@ -109,13 +102,9 @@ def rotate(states: Tensor, cos: Tensor, sin: Tensor, layout: RotaryLayout) -> Te
 def rotate_into(
     out: Tensor, states: Tensor, cos: Tensor, sin: Tensor, layout: RotaryLayout
 ) -> None:
-    """Like ``rotate``, but write the result to ``out``, rounded to its dtype.
+    """Rotate keys ``[heads, tokens, head_dim]``, and write them to ``out``, rounded to its dtype.
 
-    Args:
-        out: Output ``[heads, tokens, head_dim]``, which may be a view of a larger tensor.
-        states: Keys of the same shape.
-        cos, sin: Cosines and sines ``[tokens, rotary_dim]``.
-        layout: Rotary layout of the keys.
+    ``out`` may be a view of a larger tensor. ``cos`` and ``sin`` are ``[tokens, rotary_dim]``.
     """
     is_trained = torch.is_grad_enabled() and states.requires_grad
     if states.is_cuda and not is_trained:
@@ -148,12 +137,9 @@ def fused_rotation(
     pairing: Pairing,
 ) -> Callable[[Tensor, Tensor, Tensor, Tensor], None] | None:
     """Compile ``rotation.rotate_fused`` for these dtypes and sizes, and compare it with
-    :func:`rotate`.
+    :func:`rotate`. Raises ``UnsupportedModelError`` if the results differ.
 
     Returns None if Triton is not installed or cannot compile the kernel.
-
-    Raises:
-        UnsupportedModelError: the results differ.
     """
     try:
         from blockattn_rag.kv.rotation import rotate_fused
@@ -205,10 +191,7 @@ def _join(first: Tensor, second: Tensor, pairing: Pairing) -> Tensor:
 
 
 class LayoutFit(NamedTuple):
-    """Best layout for one layer's keys, and its error.
-
-    The error is the largest difference between shifted keys and keys computed at the later
-    position, relative to the largest key."""
+    """Best layout for one layer's keys, and the ``relative_error`` of keys that it shifts."""
 
     layout: RotaryLayout
     error: float
@@ -223,23 +206,17 @@ def fit_layout(
         at_zero: Keys of a probe at positions 0..tokens-1, ``[heads, tokens, head_dim]``.
         shifted: Pairs of an offset, and the same probe's keys at positions starting there.
         candidates: Frequency vectors to try, in addition to "no rotation".
-
-    Returns:
-        The layout with the smallest error over all offsets.
     """
     layouts = [NO_ROTATION]
     for frequencies in candidates:
         if 0 < 2 * frequencies.numel() <= at_zero.shape[-1]:
             layouts += [RotaryLayout(frequencies.float().cpu(), p) for p in get_args(Pairing)]
-    fits = [LayoutFit(layout, _misfit(at_zero, shifted, layout)) for layout in layouts]
-    return min(fits, key=lambda fit: fit.error)
 
+    def fit(layout: RotaryLayout) -> LayoutFit:
+        moved = ((shift_positions(at_zero.float(), o, layout), keys) for o, keys in shifted)
+        return LayoutFit(layout, max(relative_error(found, keys.float()) for found, keys in moved))
 
-def _misfit(at_zero: Tensor, shifted: Sequence[tuple[int, Tensor]], layout: RotaryLayout) -> float:
-    return max(
-        relative_error(shift_positions(at_zero.float(), offset, layout), keys.float())
-        for offset, keys in shifted
-    )
+    return min(map(fit, layouts), key=lambda one: one.error)
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:

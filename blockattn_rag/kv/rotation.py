@@ -18,11 +18,8 @@ def rotate_fused(
 ) -> None:
     """``rope.rotate_into`` as a single GPU kernel.
 
-    Args:
-        out: Output ``[heads, tokens, size]``: the first tokens of a contiguous tensor.
-        states: Keys of the same shape.
-        cos, sin: Cosines and sines ``[tokens, rotary_dim]``, float32.
-        interleaved: Whether dimension ``2i`` pairs with ``2i + 1``.
+    ``out`` must be the first tokens of a contiguous tensor, and ``cos`` and ``sin`` in float32.
+    ``interleaved``: Whether dimension ``2i`` pairs with ``2i + 1``.
     """
     heads, tokens, size = states.shape
     _rotate_rows[(triton.cdiv(tokens, _ROWS), heads)](

@@ -6,32 +6,36 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from blockattn_rag.errors import GrammarError, UnsupportedModelError
+from blockattn_rag.attention.relay import RELAY_FINAL_TOKENS, LayerReads
+from blockattn_rag.errors import ContextOverflowError, GrammarError, UnsupportedModelError
 from blockattn_rag.kv.block_kv import BlockKV
-from blockattn_rag.model import decoding, loading
-from blockattn_rag.model.caches import ContextCache
+from blockattn_rag.kv.context import Assembly, Context
+from blockattn_rag.model import decoding, loading, relay_attention
+from blockattn_rag.model.caches import ContextCache, copied_cache
+from blockattn_rag.model.checkpoint import TunedModel
 from blockattn_rag.model.constraint import AnswerRules
-from blockattn_rag.model.context_model import ContextModel
 from blockattn_rag.model.encoding import EncodeRequest, batches, encode_batch
-from blockattn_rag.model.exclusion import turn_to_draw
+from blockattn_rag.model.exclusion import lock_of, turn_to_draw
 from blockattn_rag.model.fingerprint import Snapshot, fingerprint_of
+from blockattn_rag.model.graphs import GraphRunner
 from blockattn_rag.model.packing import pack_linears
-from blockattn_rag.model.probe import vocabulary_size
+from blockattn_rag.model.probe import AttentionProfile, profile_attention, vocabulary_size
 from blockattn_rag.model.relay_attention import last_logits
 from blockattn_rag.model.repetition import LoopGuard
-from blockattn_rag.model.sampling import Sampling, room_for
+from blockattn_rag.model.sampling import Sampling
+from blockattn_rag.model.states import HeadStates
 from blockattn_rag.model.weight_files import ChangedFileError, WeightFiles
 from blockattn_rag.output.grammar import Grammar
 from blockattn_rag.prompts.tokenization import BlockTokenizer
 
 
-class BlockModel(ContextModel):
+class BlockModel(TunedModel):
     """Causal language model from transformers that encodes blocks and generates answers from them.
 
     All ``BlockModel`` objects with the same ``hf_model`` share a lock, so that one method runs at a
@@ -66,7 +70,12 @@ class BlockModel(ContextModel):
         is_ready = isinstance(tokenizer, BlockTokenizer)
         self.tokenizer: BlockTokenizer = tokenizer if is_ready else BlockTokenizer(tokenizer)
         self.name = name or str(hf_model.config.name_or_path or type(hf_model).__name__)
-        super().__init__(hf_model)
+        self.hf_model = hf_model.eval()
+        self.config: Any = hf_model.config
+        self.lock = lock_of(hf_model)
+        with self.lock:
+            self.profile: AttentionProfile = profile_attention(hf_model)
+            self._head_states = HeadStates(hf_model, self.profile.kinds)
         if pack_weights:
             pack_linears(hf_model)
         self._snapshot = Snapshot(hf_model)
@@ -99,21 +108,20 @@ class BlockModel(ContextModel):
             if tokenizer is None:
                 tokenizer = loading.load_tokenizer(model, revision=commit)
             model, files = loading.load_with_files(
-                model, device=device, dtype=dtype, revision=commit, **kwargs
+                model, commit, device=device, dtype=dtype, **kwargs
             )
         return cls(model, tokenizer, name=name, pack_weights=pack_weights, files=files)
-
-    @property
-    def config(self) -> Any:
-        return self.hf_model.config
 
     @property
     def has_adapter(self) -> bool:
         return hasattr(self.hf_model, "peft_config")
 
     @property
+    def device(self) -> torch.device:
+        return self.hf_model.device
+
+    @property
     def vocabulary_size(self) -> int:
-        """Size of the vocabulary, which token ids are smaller than."""
         return vocabulary_size(self.hf_model)
 
     @property
@@ -122,15 +130,13 @@ class BlockModel(ContextModel):
 
     @property
     def max_context_tokens(self) -> int:
-        """Maximum combined length of prompt and answer, in tokens."""
         return self.profile.max_context_tokens
 
     @cached_property
     def fingerprint(self) -> str:
         """Identity of weights, config, dtype, tokenizer and active adapters: 64 hex digits.
 
-        Computed on first access, which reads all weights or weight files, unless the digests of the
-        files are cached.
+        The first access reads all weights or weight files, unless their digests are cached.
         """
         with self.lock:
             self.check_unchanged()
@@ -143,10 +149,8 @@ class BlockModel(ContextModel):
                 return identity()
 
     def check_unchanged(self) -> None:
-        """Raise ``UnsupportedModelError`` if weights, config or adapters changed since loading.
-
-        Takes about 0.3 ms for 30 layers. See ``fingerprint.Snapshot`` for its limits.
-        """
+        """Raise ``UnsupportedModelError`` if a ``fingerprint.Snapshot`` shows changes since
+        loading."""
         if not self._snapshot.is_current:
             raise UnsupportedModelError(
                 f"The weights, adapters or config of {self.name} have changed since it was loaded, "
@@ -155,10 +159,9 @@ class BlockModel(ContextModel):
 
     @property
     def batch_tokens(self) -> int:
-        """Default size of an encoding batch in tokens, including padding.
-
-        Large enough for efficient matrix products (measured by ``benchmarks/efficiency.py`` on
-        CPUs, estimated for accelerators)."""
+        """Default size of an encoding batch in tokens, including padding: large enough for
+        efficient matrix products (measured by ``benchmarks/efficiency.py`` on CPUs, estimated for
+        accelerators)."""
         return 2048 if self.device.type == "cpu" else 16384
 
     @property
@@ -170,9 +173,6 @@ class BlockModel(ContextModel):
         self, requests: Sequence[EncodeRequest], *, batch_tokens: int | None = None
     ) -> Iterator[list[BlockKV]]:
         """Compute the keys and values of each block independently, at positions 0..n-1.
-
-        Blocks are batched by length, and padded on the right, so that causal attention ignores the
-        padding.
 
         Args:
             requests: Blocks to encode, with at least one token each.
@@ -194,6 +194,89 @@ class BlockModel(ContextModel):
             yield computed
 
     @cached_property
+    def supports_relay(self) -> bool:
+        """Whether relay attention is exact for this model, tested on a short probe."""
+        with self.lock:
+            return relay_attention.relay_is_exact(self.hf_model, self.profile, self._layer_reads)
+
+    @cached_property
+    def _layer_reads(self) -> dict[int, LayerReads]:
+        """Tensors of a block that each layer reads on the relay path, measured on first access."""
+        with self.lock:
+            return relay_attention.measured_reads(self.hf_model, self.profile)
+
+    @cached_property
+    def _is_plain(self) -> bool:
+        """Whether relay is exact, and all attention is full, with neither soft caps nor sinks."""
+        with self.lock:
+            return relay_attention.is_plain(self.hf_model, self.profile)
+
+    @cached_property
+    def has_causal_kernel(self) -> bool:
+        """Whether the GPU's flash kernel is exact for copied contexts, tested on first access."""
+        with self.lock:
+            return self.supports_relay and relay_attention.causal_is_exact(
+                self.hf_model, self.profile
+            )
+
+    @cached_property
+    def graph_runner(self) -> GraphRunner | None:
+        """Runner for single requests on a GPU. None if a test shows that it is not exact."""
+        if self.device.type != "cuda" or not self.supports_relay:
+            return None
+        with self.lock:
+            return relay_attention.graph_runner(self.hf_model, self.profile)
+
+    def choose_assembly(
+        self, assembly: Assembly, final_tokens: int, contexts: Sequence[Context] = (Context(()),)
+    ) -> Literal["relay", "copy"]:
+        """Resolve ``assembly`` for this model and a batch with final blocks of ``final_tokens``.
+        Raises ``UnsupportedModelError`` for ``"relay"`` if the model does not support it."""
+        if assembly == "relay" and not self.supports_relay:
+            raise UnsupportedModelError(
+                f"{self.name} cannot use assembly='relay', because it has "
+                f"{relay_attention.OTHER_ATTENTION}: use assembly='copy' or 'auto'"
+            )
+        if assembly != "auto":
+            return assembly
+        if final_tokens > RELAY_FINAL_TOKENS or not self.supports_relay:
+            return "copy"
+        runner = self.graph_runner
+        if len(contexts) > 1 or (runner is not None and all(map(runner.relay.reads, contexts))):
+            return "relay"
+        # Without the runner, relay would concatenate the blocks, and launch more kernels.
+        is_slower = self.device.type != "cpu" and not self._is_plain
+        return "copy" if is_slower or self.has_causal_kernel else "relay"
+
+    def cache_for(
+        self, *contexts: Context, assembly: Literal["relay", "copy"] = "copy"
+    ) -> DynamicCache | None:
+        """Create a transformers cache with one context per row. The copy path pads on the left.
+
+        Returns None if all contexts are empty, unless the ``graph_runner`` runs the final block. A
+        hybrid model accepts one context, and gets the states after its first block.
+        """
+        hf_model, profile = self.hf_model, self.profile
+        runner = self.graph_runner if assembly == "relay" and len(contexts) == 1 else None
+        cache: Any = runner and runner.cache_for(*contexts)
+        if cache is None and not any(context.num_tokens for context in contexts):
+            return None
+        if cache is None and assembly == "relay":
+            cache = relay_attention.relay_cache(hf_model, contexts, profile, self._layer_reads)
+        elif cache is None:
+            cache = copied_cache(hf_model.config, contexts, profile.layouts, profile.kinds)
+            if len(contexts) == 1 and self.has_causal_kernel:
+                cache.attention = relay_attention.CausalAttention()
+        if cache.attention is not None:
+            # Re-enable relay, because other code may have changed the model's attention.
+            relay_attention.enable_relay(hf_model)
+        if profile.has_states:
+            (context,) = contexts
+            with self.lock:
+                self._head_states.start(cache, context.blocks[0].kv.token_ids.tolist())
+        return cache
+
+    @cached_property
     def end_token_ids(self) -> set[int]:
         """Ids of the tokens that end an answer, from the generation config or the tokenizer."""
         return decoding.end_token_ids(self.hf_model, self.tokenizer.tokenizer)
@@ -204,16 +287,14 @@ class BlockModel(ContextModel):
         return AnswerRules(self.tokenizer.tokenizer, self.end_token_ids, self.name)
 
     def loop_guard(self, sampling: Sampling) -> LoopGuard | None:
-        """Loop guard for one answer; None if these options disable it."""
         is_on = decoding.takes_likeliest(self.hf_model, sampling)
         return self.rules.loop_guard(sampling.grammar) if is_on else None
 
     @contextmanager
     def running(self, sampling: Sampling) -> Iterator[None]:
         """Context manager that keeps other threads from running the model during generation."""
-        alone = sampling.seed is not None
         draws = decoding.draws_tokens(sampling)
-        with turn_to_draw(self.lock, alone=alone) if draws else self.lock:
+        with turn_to_draw(self.lock, alone=sampling.seed is not None) if draws else self.lock:
             yield
 
     def generate(
@@ -308,20 +389,21 @@ class BlockModel(ContextModel):
             )
 
     def batches_exactly(self, sampling: Sampling) -> bool:
-        """Whether batching prompts of different lengths leaves their answers unchanged.
-
-        False with sliding windows and states, which would include padding before the final
-        block."""
+        """Whether batching prompts of different lengths leaves their answers unchanged. False with
+        sliding windows and states, which would include padding before the final block."""
         is_alone = self.profile.has_windows or self.profile.has_states
         return not is_alone and decoding.batches_exactly(self.hf_model, sampling)
 
     def room_for(self, prompt_tokens: int, sampling: Sampling) -> int:
         """Maximum number of new tokens: ``max_new_tokens``, or the room left in the context window.
-
-        Raises:
-            ContextOverflowError: the prompt leaves no room for an answer.
-        """
-        room = room_for(prompt_tokens, self.max_context_tokens)
+        Raises ``ContextOverflowError`` if the prompt leaves no room."""
+        room = self.max_context_tokens - prompt_tokens
+        if room < 1:
+            raise ContextOverflowError(
+                f"The prompt has {prompt_tokens} tokens, but the model accepts at most "
+                f"{self.max_context_tokens}, including the answer: retrieve fewer or shorter "
+                "passages"
+            )
         return min(room, sampling.max_new_tokens)
 
     def answer_logits(
@@ -335,8 +417,7 @@ class BlockModel(ContextModel):
         ``cache``: see ``generate``."""
         given = [*([] if cache is not None else context_ids), *final_ids, *answer_ids[:-1]]
         with self.lock:
-            ids = torch.tensor([given])
-            return last_logits(self.hf_model, ids, cache, len(answer_ids))
+            return last_logits(self.hf_model, torch.tensor([given]), cache, len(answer_ids))
 
     def next_logits(self, ids: Tensor, cache: DynamicCache | None = None) -> Tensor:
         """Next-token logits ``[vocab]`` for ``ids`` ``[1, n]``, which follow the tokens in

@@ -64,11 +64,9 @@ class ContextCache(DynamicCache):
                 layer.batch_repeat_interleave(repeats)
 
     @property
-    def _storing(self) -> list[int]:
-        """Indices of the layers that store their own keys and values."""
+    def _storing(self) -> list[Any]:
         # Compare names, because transformers 5.19 has no class for layers that share keys.
-        names = [type(layer).__name__ for layer in self.layers]
-        return [index for index, name in enumerate(names) if name != "DummyLayer"]
+        return [layer for layer in self.layers if type(layer).__name__ != "DummyLayer"]
 
     def append(self, states: States, tokens: int) -> None:
         """Append the first ``tokens`` tokens of ``states`` to a cache with one row.
@@ -76,8 +74,8 @@ class ContextCache(DynamicCache):
         ``states``: The return value of ``tail_states``, or empty.
         """
         with torch.inference_mode():
-            for index, (keys, values) in zip(self._storing, states, strict=False):
-                self.update(keys[:, :, :tokens], values[:, :, :tokens], index)
+            for layer, (keys, values) in zip(self._storing, states, strict=False):
+                layer.update(keys[:, :, :tokens], values[:, :, :tokens])
 
     def tail_states(self, tokens: int) -> States | None:
         """Copy the keys and values of the last ``tokens`` tokens from the layers that store them.
@@ -85,13 +83,15 @@ class ContextCache(DynamicCache):
         Returns None if the cache may have dropped tokens (sliding windows), or has several rows
         (beams).
         """
-        layers: Any = [self.layers[index] for index in self._storing]
-        if any(type(one) not in (DynamicLayer, _GrowingLayer, _TailLayer) for one in layers):
+        layers = self._storing
+        if not all(
+            type(one) in (DynamicLayer, _GrowingLayer, _TailLayer)
+            and one.is_initialized
+            and len(one.keys) == 1
+            for one in layers
+        ):
             return None
-        states = [(one.keys, one.values) for one in layers if one.is_initialized]
-        if len(states) < len(layers) or any(len(keys) != 1 for keys, _ in states):
-            return None
-        return [(_last(keys, tokens), _last(values, tokens)) for keys, values in states]
+        return [(_last(one.keys, tokens), _last(one.values, tokens)) for one in layers]
 
 
 ROOM = 512
@@ -109,18 +109,15 @@ def copied_cache(
 ) -> ContextCache:
     """Create a cache with the contexts' keys and values, re-encoded and concatenated (copy path).
 
-    Each context is one row, padded with zeros on the left. States are not set.
-
-    Args:
-        layouts: Rotary layout of each layer that stores keys and values.
-        kinds: Kind of each layer.
-        keeps_all: Whether layers keep tokens beyond their sliding windows.
+    Each context is one row, padded with zeros on the left. States are not set. ``keeps_all``:
+    Whether layers keep tokens beyond their sliding windows.
     """
     cache = ContextCache(config=config)
     if keeps_all:
         cache.layers = new_cache(config).layers
     width = max(context.num_tokens for context in contexts)
-    is_trained = _is_trained(contexts)
+    blocks = (block.kv for context in contexts for block in context.blocks)
+    is_trained = torch.is_grad_enabled() and any(kv.keys[0].requires_grad for kv in blocks)
     # Not in inference mode, because later forward passes write to the free space.
     with torch.set_grad_enabled(is_trained):
         room = ROOM if len(contexts) == 1 and not is_trained else 0
@@ -141,12 +138,8 @@ def copied_cache(
 
 
 class _GrowingLayer(DynamicLayer):
-    """Layer that writes new tokens into free space at the end of its tensors.
-
-    Args:
-        keys, values: Tensors ``[rows, heads, tokens + room, size]``.
-        tokens: Number of tokens in use.
-    """
+    """Layer that writes new tokens into free space at the end of its tensors
+    ``[rows, heads, tokens + room, size]``."""
 
     def __init__(self, keys: Tensor, values: Tensor, tokens: int) -> None:
         super().__init__()
@@ -188,9 +181,8 @@ class _GrowingLayer(DynamicLayer):
 
 
 def _appended(states: Any, new: Tensor, buffer: Tensor) -> Tensor:
-    """Return a tensor that begins with ``states``, followed by ``new``.
-
-    This is ``buffer`` if it begins with ``states`` and has room, else a new, larger tensor."""
+    """Tensor that begins with ``states``, followed by ``new``: ``buffer`` if it begins with
+    ``states`` and has room, else a new, larger tensor."""
     used, tokens = states.shape[2], states.shape[2] + new.shape[2]
     if states.data_ptr() != buffer.data_ptr() or tokens > buffer.shape[2]:
         with torch.inference_mode(mode=False):
@@ -203,12 +195,6 @@ def _appended(states: Any, new: Tensor, buffer: Tensor) -> Tensor:
         buffer[:, :, :used] = states
     buffer[:, :, used:tokens] = new
     return buffer
-
-
-def _is_trained(contexts: Sequence[Context]) -> bool:
-    """Whether the blocks' keys and values need gradients."""
-    blocks = (block.kv for context in contexts for block in context.blocks)
-    return torch.is_grad_enabled() and any(kv.keys[0].requires_grad for kv in blocks)
 
 
 def _padded_rows(rows: Sequence[Tensor | None], width: int) -> Tensor:
@@ -260,13 +246,8 @@ def _last(states: Tensor, tokens: int) -> Tensor:
 class RelayCache(ContextCache):
     """Cache for ``generate`` whose first tokens are the blocks of a plan, read in place.
 
-    Args:
-        plan: Attention over the blocks.
-        layers: Layers of the model's own cache. Layers that store keys and values are replaced.
-        kinds: Kind of each layer.
+    Replaces those ``layers`` of the model's own cache that store keys and values.
     """
-
-    attention: RelayPlan
 
     def __init__(self, plan: RelayPlan, layers: Sequence[Any], kinds: Sequence[LayerKind]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""CheckpointModel: the properties of a model that a server needs, read from its files."""
+"""Properties of models that are read from their config and files, without weights."""
 
 from __future__ import annotations
 
@@ -22,24 +22,48 @@ from blockattn_rag.model.loading import (
 from blockattn_rag.model.miniature import profile_config
 from blockattn_rag.model.multimodal import keep_settings, text_class
 from blockattn_rag.model.probe import AttentionProfile
-from blockattn_rag.model.tuning import TunedModel
+from blockattn_rag.prompts.checkpoints import Checkpoint, known_checkpoint
 from blockattn_rag.prompts.tokenization import BlockTokenizer
 
 
+class TunedModel:
+    """Base class of ``BlockModel`` and ``CheckpointModel`` that reads fine-tuning settings from a
+    model's config and name."""
+
+    name: str
+    config: Any
+
+    @property
+    def is_block_tuned(self) -> bool:
+        """Whether the model is known to have been fine-tuned with the block mask."""
+        marker, known = getattr(self.config, "block_attention", None), self.checkpoint
+        return bool(marker) or (known is not None and known.block_tuned)
+
+    @property
+    def tuned_with(self) -> dict[str, str]:
+        """Block-mode options (``positions``, ``sink``) that the model was fine-tuned with. Unknown
+        options are omitted."""
+        marker, known = getattr(self.config, "block_attention", None), self.checkpoint
+        if isinstance(marker, dict):
+            return {name: marker[name] for name in ("positions", "sink") if marker.get(name)}
+        return known.switches if known else {}
+
+    @property
+    def checkpoint(self) -> Checkpoint | None:
+        """Published block-fine-tuned checkpoint with this name. None after further fine-tuning."""
+        marker = getattr(self.config, "block_attention", None)
+        return None if marker or self.has_adapter else known_checkpoint(self.name)
+
+    @property
+    def has_adapter(self) -> bool:
+        return False
+
+
 class CheckpointModel(TunedModel):
-    """Model that another program runs. Its weights are hashed but not loaded.
+    """Model that another program runs in ``dtype``. Its weights are hashed but not loaded.
 
     Its fingerprint equals that of a ``BlockModel`` loaded from the same files in the same dtype.
-
-    Args:
-        model: Path, hub id, ``"bundled"``, ``"smollm2"`` or GGUF file.
-        dtype: Dtype that the program computes in.
-        revision: Hub revision. Default: the main branch.
-
-    Raises:
-        UnsupportedModelError: The model is a LoRA adapter, cannot run in block mode, or has no
-            weight files.
-        FileNotFoundError, OSError: See ``loading.load_model``.
+    Raises the errors of ``loading.load_model``, and ``UnsupportedModelError`` for a LoRA adapter.
     """
 
     def __init__(self, model: str | Path, dtype: torch.dtype, revision: str | None = None) -> None:
@@ -50,18 +74,13 @@ class CheckpointModel(TunedModel):
                 f"{model} is a LoRA adapter, expected a complete model: merge it into its base"
             )
         self.commit = commit_of(model, revision)
-        self._config = _as_loaded(load_config(model, revision=self.commit))
+        self.config = _as_loaded(load_config(model, revision=self.commit))
         self.tokenizer = BlockTokenizer(load_tokenizer(model, revision=self.commit))
-        self.profile: AttentionProfile = profile_config(self._config, dtype)
-
-    @property
-    def config(self) -> Any:
-        return self._config
+        self.profile: AttentionProfile = profile_config(self.config, dtype)
 
     @property
     def vocabulary_size(self) -> int:
-        """Size of the vocabulary, which token ids are smaller than."""
-        return int(self._config.get_text_config(decoder=True).vocab_size)
+        return int(self.config.get_text_config(decoder=True).vocab_size)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -74,7 +93,7 @@ class CheckpointModel(TunedModel):
                 "pytorch_model.bin, or an index of several such files"
             )
         kinds = self.profile.kinds
-        return fingerprint_of_files(self._config, self.dtype, files, self.tokenizer, kinds)
+        return fingerprint_of_files(self.config, self.dtype, files, self.tokenizer, kinds)
 
 
 def _as_loaded(config: Any) -> Any:

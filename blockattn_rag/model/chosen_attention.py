@@ -20,7 +20,7 @@ from blockattn_rag.attention.kernels import (
     fold_sinks,
     kernel_for,
 )
-from blockattn_rag.attention.merge import Partial, merge, with_sinks
+from blockattn_rag.attention.merge import merge, with_sinks
 
 _MOST_ROWS = 512
 """Maximum number of recomputed tokens per masked chunk. A larger number needs fewer kernel
@@ -33,11 +33,9 @@ class ChosenAttention:
     Attention is computed in chunks, so that memory does not grow with the number of tokens. Without
     a window, all tokens of a chunk attend to every key before it, so only later keys need a mask.
 
-    Args:
-        chosen: Indices of the tokens, in order.
-        places: ``chosen`` as a tensor on the device.
-        windows: Sliding window of each layer.
-        has_causal_kernel: Whether ``attend_causal`` may be used.
+    ``places`` are the indices of the ``chosen`` tokens, in order, as a tensor on the device.
+    ``windows``: Sliding window of each layer. ``has_causal_kernel``: Whether ``attend_causal`` may
+    be used.
     """
 
     takes_mask = False
@@ -56,25 +54,23 @@ class ChosenAttention:
 
     def attend(self, layer: int, inputs: AttentionInputs) -> Tensor:
         """See ``RelayPlan.attend``. ``inputs`` contain the context's keys and values."""
-        query, key, value, scale, _, cap, sinks = inputs
+        query, key, value, *_ = inputs
         window, outputs = self._windows[layer], []
         # Some models compute only the last tokens in layers that store no keys and values.
         start = skipped = len(self._chosen) - query.shape[2]
         while start < len(self._chosen):
             run = self._run(start)
             is_causal = self._has_causal_kernel and run >= _MOST_ROWS
-            rows = run if is_causal else self._rows(start, query, key, value, window, cap)
+            rows = run if is_causal else self._rows(start, inputs, window)
             end = start + rows
             first = 0 if window is None else max(0, self._chosen[start] + 1 - window)
             seen = slice(first, self._chosen[end - 1] + 1)
-            rows_of = slice(start - skipped, end - skipped)
-            states = query[:, :, rows_of], key[:, :, seen], value[:, :, seen]
+            part = query[:, :, start - skipped : end - skipped]
+            states = inputs._replace(query=part, key=key[:, :, seen], value=value[:, :, seen])
             if is_causal:
-                output = attend_causal(*states, scale)
+                output = attend_causal(*states[:4])
             else:
-                part = self._masked(start, first, *states, scale, window, cap)
-                own = None if sinks is None else fold_sinks(sinks, rows, key.shape[1])
-                output = with_sinks(part, own).reshape(*states[0].shape[:3], -1)
+                output = self._masked(start, first, states, window).reshape(*part.shape[:3], -1)
             outputs.append(output.to(query.dtype))
             start = end
         return torch.cat(outputs, dim=2)
@@ -85,19 +81,12 @@ class ChosenAttention:
         sizes = range(1, len(places) - start)
         return 1 + bisect_right(sizes, 0, key=lambda n: places[start + n] - places[start] - n)
 
-    def _rows(
-        self,
-        start: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        window: int | None,
-        cap: float | None,
-    ) -> int:
+    def _rows(self, start: int, inputs: AttentionInputs, window: int | None) -> int:
         """Number of tokens in the chunk that begins at ``start``."""
+        query, key, value, *_ = inputs
         first, most = self._chosen[start], min(_MOST_ROWS, len(self._chosen) - start)
         heads, groups = query.shape[1], query.shape[1] // key.shape[1]
-        keeps_scores = cap is not None or kernel_for(query, key, value) is attend_plain
+        keeps_scores = inputs.cap is not None or kernel_for(query, key, value) is attend_plain
         scored, masked = 0, first
         if window is not None:
             scored = masked = max(0, first + 1 - window)
@@ -105,26 +94,18 @@ class ChosenAttention:
             most = min(most, bisect_left(self._chosen, first + window, lo=start) - start)
 
         def elements(rows: int) -> int:
-            """Number of elements in the chunk's mask, or in its scores if the kernel stores
-            them."""
+            """Number of elements in the mask, or in the scores if the kernel stores them."""
             end = self._chosen[start + rows - 1] + 1
             return rows * (heads * (end - scored) if keeps_scores else groups * (end - masked))
 
         return max(1, bisect_right(range(1, most + 1), MOST_SCORES, key=elements))
 
     def _masked(
-        self,
-        start: int,
-        first: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        window: int | None,
-        cap: float | None,
-    ) -> Partial:
+        self, start: int, first: int, inputs: AttentionInputs, window: int | None
+    ) -> Tensor:
         """Attention of the chunk at ``start`` to all keys from ``first`` to the last query's own
         key."""
+        query, key, value, scale, _, cap, sinks = inputs
         places = self._places[start : start + query.shape[2], None]
         # Keys that all queries attend to need no mask.
         seen = self._chosen[start] - first if window is None else 0
@@ -135,20 +116,16 @@ class ChosenAttention:
         if seen:
             before = attend(folded, key[:, :, :seen], value[:, :, :seen], scale, None, cap)
             result = merge([before, result])
-        return result
+        own = None if sinks is None else fold_sinks(sinks, query.shape[2], key.shape[1])
+        return with_sinks(result, own)
 
 
 class MeasuredAttention(ChosenAttention):
     """Attention of the tokens after a context, which also sums the weight that each context token
     receives.
 
-    The weights are computed in float32, because they decide which tokens are chosen.
-
-    Args:
-        before: Number of tokens in the context.
-        after: Number of tokens after it.
-        windows: Sliding window of each layer.
-        layers: Indices of the layers to measure.
+    The weights are computed in float32, because they decide which tokens are chosen. ``layers``:
+    Indices of the layers to measure.
     """
 
     def __init__(

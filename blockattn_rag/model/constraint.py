@@ -15,6 +15,7 @@ from transformers import LogitsProcessor
 
 from blockattn_rag.errors import GrammarError
 from blockattn_rag.model.repetition import (
+    JsonStrings,
     LoopEndingMatcher,
     LoopGuard,
     Matching,
@@ -26,50 +27,35 @@ from blockattn_rag.output.grammar import Grammar
 
 
 class AnswerRules:
-    """Grammar matchers and loop guards for one model's answers.
-
-    Args:
-        name: Model name shown in messages.
-    """
+    """Grammar matchers and loop guards for the answers of the model ``name``."""
 
     def __init__(self, tokenizer: Any, ends: Collection[int], name: str) -> None:
         self._tokenizer = tokenizer
         self._compiler = GrammarCompiler(tokenizer, ends, name)
 
     def start(self, grammar: Grammar | None) -> Future[Any] | None:
-        """Start compiling a grammar in the background. ``matcher`` waits for the result.
-
-        Returns:
-            Future that completes when compilation succeeds or fails; None without a grammar.
-        """
+        """Start compiling a grammar in the background. ``matcher`` waits for the result. Returns a
+        future that completes when compilation succeeds or fails; None without a grammar."""
         return None if grammar is None else self._compiler.start(grammar)
 
     def matcher(self, grammar: Grammar | None, *, ends_loops: bool = False) -> Matching | None:
-        """Matcher for one answer; None without a grammar.
+        """Matcher for one answer; None without a grammar. Raises the errors of the compiler.
 
-        Args:
-            ends_loops: Whether to end JSON strings, and text around JSON, that run into a loop.
-
-        Raises:
-            GrammarError: The grammar cannot be compiled.
-            UnsupportedModelError: No grammar can be compiled for this model's tokenizer.
-            ImportError: The extra ``structured`` is not installed.
+        ``ends_loops``: Whether to end JSON strings, and text around JSON, that run into a loop.
         """
         if grammar is None:
             return None
         matcher = self._compiler.matcher(grammar)
         if not (ends_loops and holds_json(grammar)):
             return matcher
-        among_text = has_text(grammar)
-        return LoopEndingMatcher(matcher, self._decode, self._quotes, among_text=among_text)
+        strings = JsonStrings(self._decode, among_text=has_text(grammar))
+        return LoopEndingMatcher(matcher, strings, self._quotes)
 
     def loop_guard(self, grammar: Grammar | None) -> LoopGuard:
-        """Create a loop guard for one answer. A grammar of None means free text."""
         return LoopGuard(self._decode, grammar)
 
     @cached_property
     def _quotes(self) -> NDArray[np.int_]:
-        """Tokens that begin with a quotation mark."""
         texts = self._tokenizer.convert_ids_to_tokens(range(len(self._tokenizer)))
         return np.array([number for number, text in enumerate(texts) if str(text)[:1] == '"'], int)
 
@@ -88,8 +74,6 @@ class GrammarConstraint(LogitsProcessor):
 
     Args:
         matchers: Matcher of each prompt. None leaves the prompt's rows unconstrained.
-        prompt_width: Number of prompt tokens in each row, including padding.
-        ends: Ids of the tokens that end an answer.
         pad: Padding token of rows that ended at a stop string, without a token from ``ends``.
         has_strays: Whether rows that are never returned may contain forbidden tokens, as in beam
             search and speculative decoding. The scores of these rows are not changed.
@@ -118,11 +102,9 @@ class GrammarConstraint(LogitsProcessor):
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Set the scores ``[rows, vocabulary]`` of tokens that the grammar forbids to -inf.
 
-        Scores of rows that have ended are not changed.
-
-        Raises:
-            GrammarError: A row contains a forbidden token, a grammar cannot be enforced, or other
-                settings forbid every token that the grammar allows.
+        Scores of rows that have ended are not changed. A row fails if it contains a forbidden
+        token, if its grammar cannot be enforced, or if other settings forbid every token that the
+        grammar allows.
         """
         rows = input_ids[:, self._prompt_width :].tolist()
         beams = len(rows) // len(self._matchers)
@@ -148,15 +130,8 @@ class GrammarConstraint(LogitsProcessor):
         return result
 
     def check_answer(self, row: Sequence[int], place: int = 0) -> None:
-        """Validate a finished answer, because a custom decoding loop may bypass the constraint.
-
-        Args:
-            row: Token ids of the answer.
-            place: Index of the prompt.
-
-        Raises:
-            GrammarError: The answer does not match its grammar.
-        """
+        """Raise ``GrammarError`` if the finished answer to prompt ``place`` does not match its
+        grammar, because a custom decoding loop may bypass the constraint."""
         if (matcher := self._matchers[place]) is not None:
             self._follow(until_end(row, self._ends), matcher, is_kept=True)
 
@@ -170,11 +145,8 @@ class GrammarConstraint(LogitsProcessor):
         return matcher.allowed(vocabulary, self._ends) if follows else True
 
     def _follow(self, row: Sequence[int], matcher: Matching, *, is_kept: bool) -> bool:
-        """Whether a row matches its grammar and may continue.
-
-        Raises:
-            GrammarError: ``is_kept``, and the row contains a forbidden token before its padding.
-        """
+        """Whether a row matches its grammar and may continue. Raises ``GrammarError`` if the row is
+        kept, and contains a forbidden token before its padding."""
         if matcher.follow(row):
             return True
         length = len(row)

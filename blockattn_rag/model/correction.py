@@ -83,14 +83,8 @@ class Correction:
         return f"Correction({self.digest[:6]}, sink={self.sink!r})"
 
     def check_shapes(self, layers: Sequence[tuple[StateOutline, StateOutline]]) -> None:
-        """Check that the correction matches a model's number of layers and tensor shapes.
-
-        Args:
-            layers: Outlines of the model's keys and values (``AttentionProfile.layer_outlines``).
-
-        Raises:
-            ValueError: the number of layers or the shapes differ.
-        """
+        """Raise ``ValueError`` if the correction does not match a model's number of layers and
+        tensor shapes (``AttentionProfile.layer_outlines``)."""
         if len(self.layers) != len(layers):
             raise ValueError(
                 f"The correction has {len(self.layers)} layers, expected {len(layers)} for this "
@@ -110,21 +104,11 @@ class Correction:
                     "for this model: use a correction that was fitted to this model."
                 )
 
-    def digest_of(self, digest: str) -> str:
-        """Digest of the corrected block, given the digest of the uncorrected block."""
-        return corrected_digest(digest, self.digest)
-
     def corrected(self, kv: BlockKV, layouts: Sequence[RotaryLayout]) -> BlockKV:
-        """Apply the correction to a block.
-
-        Args:
-            kv: Uncorrected block, with keys rotated to positions 0..n-1.
-
-        Returns:
-            New block with its own digest, with the same shapes and in the model's dtype.
-        """
+        """Apply the correction to an uncorrected block. Returns a new block with its own digest."""
         with torch.inference_mode():
-            return replace(self.applied(kv, layouts), digest=self.digest_of(kv.digest))
+            digest = corrected_digest(kv.digest, self.digest)
+            return replace(self.applied(kv, layouts), digest=digest)
 
     def applied(self, kv: BlockKV, layouts: Sequence[RotaryLayout]) -> BlockKV:
         """Apply the correction to a block, but keep its digest. Used in training, because gradients
@@ -135,56 +119,39 @@ class Correction:
         keys, values = zip(*states, strict=True)
         return replace(kv, keys=keys, values=values, scales=None)
 
-    def _layers_on(self, device: torch.device) -> Sequence[LayerCorrection]:
-        """The layers' tensors on a device. Copies are cached."""
-        if device not in self._copies:
-            self._copies[device] = [
-                LayerCorrection(*(tensor.to(device) for tensor in layer)) for layer in self.layers
-            ]
-        return self._copies[device]
-
     @cached_property
     def _copies(self) -> dict[torch.device, Sequence[LayerCorrection]]:
+        """The layers' tensors on each device that blocks were corrected on."""
         return {}
 
     def _apply(
         self, layer: int, keys: Tensor, values: Tensor, layout: RotaryLayout
     ) -> tuple[Tensor, Tensor]:
-        """Apply the correction to one layer of a block.
-
-        Args:
-            keys: Keys ``[K, n, key size]``, rotated to positions 0..n-1.
-            values: Values ``[K, n, value size]``.
-
-        Returns:
-            New keys and values of the same shapes and dtypes, computed in float32.
-        """
-        weight, bias = self._layers_on(keys.device)[layer]
-        states = bare_states(keys, values, layout)
-        change = states @ weight + bias[:, places(states.shape[1]).to(keys.device)]
+        """Correct the keys ``[K, n, key size]`` and values of one layer, in float32."""
+        device = keys.device
+        if device not in self._copies:
+            self._copies[device] = [
+                LayerCorrection(*(tensor.to(device) for tensor in own)) for own in self.layers
+            ]
+        weight, bias = self._copies[device][layer]
+        positions = range(keys.shape[1])
+        states = bare_states(keys, values, layout, positions)
+        change = states @ weight + bias[:, places(len(positions)).to(device)]
         of_keys, of_values = change.split([keys.shape[-1], values.shape[-1]], dim=-1)
         if layout.rotates:
-            positions = torch.arange(keys.shape[1])
-            of_keys = rotate(of_keys, *layout.cos_sin(positions, keys.device), layout)
+            of_keys = rotate(of_keys, *layout.cos_sin(torch.tensor(positions), device), layout)
         new_keys = (keys.float() + of_keys).to(keys.dtype)
         return new_keys, (values.float() + of_values).to(values.dtype)
 
 
 def bare_states(
-    keys: Tensor, values: Tensor, layout: RotaryLayout, positions: Sequence[int] | None = None
+    keys: Tensor, values: Tensor, layout: RotaryLayout, positions: Sequence[int]
 ) -> Tensor:
-    """Unrotated keys, concatenated with the values: ``[K, n, D]``, float32.
-
-    Args:
-        keys: Rotated keys ``[K, n, key size]``.
-        values: Values ``[K, n, value size]``.
-        positions: Positions that the keys are rotated to. Default: 0..n-1.
-    """
+    """Keys ``[K, n, key size]``, rotated back from their positions, and values: ``[K, n, D]``,
+    float32."""
     bare = keys.float()
     if layout.rotates:
-        at = range(keys.shape[1]) if positions is None else positions
-        offsets = -torch.tensor(at)
-        bare = rotate(bare, *layout.cos_sin(offsets, keys.device), layout)
+        bare = rotate(bare, *layout.cos_sin(-torch.tensor(positions), keys.device), layout)
     return torch.cat([bare, values.float()], dim=-1)
 
 
@@ -197,37 +164,32 @@ _FORMAT = {"format": "blockattn_rag.correction", "version": "1"}
 
 
 def save_correction(correction: Correction, path: Path) -> None:
-    """Write a correction to a file atomically.
-
-    Raises:
-        ValueError: a number is not finite, or a shape is wrong.
-        OSError: the file cannot be written.
-    """
+    """Write a correction to a file atomically. Raises the errors of ``correction_bytes``."""
     content = correction_bytes(correction)
     with replacing(path) as file:
         file.write(content)
 
 
 def correction_bytes(correction: Correction) -> bytes:
-    """Serialize a correction to the contents of a file.
+    """Contents of a correction's file.
 
     Raises:
         ValueError: a number is not finite, or a shape is wrong.
     """
+
+    def compact(tensor: Tensor) -> Tensor:
+        exact = tensor.detach().float().cpu()
+        half = exact.bfloat16()
+        return (half if torch.equal(half.float(), exact) else exact).contiguous()
+
     tensors = {
-        f"{name}.{index}": _compact(tensor.detach().float().cpu())
+        f"{name}.{index}": compact(tensor)
         for index, layer in enumerate(correction.layers)
         for name, tensor in layer._asdict().items()
     }
     _layers("The correction", tensors)
     metadata = {**_FORMAT, "sink": correction.sink, "fingerprint": correction.fingerprint}
     return save(tensors, metadata)
-
-
-def _compact(tensor: Tensor) -> Tensor:
-    """Convert to bfloat16 if that is lossless."""
-    half = tensor.bfloat16()
-    return (half if torch.equal(half.float(), tensor) else tensor).contiguous()
 
 
 def read_correction(path: Path) -> Correction:
@@ -243,10 +205,9 @@ def read_correction(path: Path) -> Correction:
     except (SafetensorError, OSError, RuntimeError) as error:
         # Safetensors raises RuntimeError for a file that was just deleted.
         raise ValueError(f"{path} is not a correction file: {error}") from error
-    if found := {
-        name: metadata.get(name) for name in _FORMAT if metadata.get(name) != _FORMAT[name]
-    }:
-        raise ValueError(f"{path} is not a correction file: found {found}, expected {_FORMAT}.")
+    wrong = {name: metadata.get(name) for name in _FORMAT if metadata.get(name) != _FORMAT[name]}
+    if wrong:
+        raise ValueError(f"{path} is not a correction file: found {wrong}, expected {_FORMAT}.")
     if missing := {"sink", "fingerprint"} - metadata.keys():
         raise ValueError(f"{path} is damaged: its metadata lacks {', '.join(sorted(missing))}.")
     return Correction(_layers(path, tensors), metadata["sink"], metadata["fingerprint"])
@@ -254,10 +215,17 @@ def read_correction(path: Path) -> Correction:
 
 def _layers(path: Path | str, tensors: dict[str, Tensor]) -> tuple[LayerCorrection, ...]:
     """Validate tensors, and return them by layer. Raises ``ValueError`` if any are invalid."""
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point():
+            raise ValueError(f"{path}: found {tensor.dtype} in {name}, expected floating point")
+        if not tensor.isfinite().all():
+            raise ValueError(f"{path}: found NaN or infinity in {name}, expected finite numbers")
     layers = []
     for index in range(len(tensors) // 2):
         try:
-            layer = LayerCorrection(tensors[f"weight.{index}"], tensors[f"bias.{index}"])
+            layer = LayerCorrection(
+                tensors[f"weight.{index}"].float(), tensors[f"bias.{index}"].float()
+            )
         except KeyError as error:
             raise ValueError(f"{path}: missing tensor {error.args[0]}") from error
         shapes = tuple(layer.weight.shape), tuple(layer.bias.shape)
@@ -267,16 +235,7 @@ def _layers(path: Path | str, tensors: dict[str, Tensor]) -> tuple[LayerCorrecti
                 f"{path}: found shapes {shapes[0]} and {shapes[1]} in layer {index}, expected "
                 f"(heads, size, size) and (heads, {NUM_PLACES}, size)"
             )
-        for name, tensor in layer._asdict().items():
-            if not tensor.is_floating_point():
-                raise ValueError(
-                    f"{path}: found {tensor.dtype} in {name}.{index}, expected floating point"
-                )
-            if not tensor.isfinite().all():
-                raise ValueError(
-                    f"{path}: found NaN or infinity in {name}.{index}, expected finite numbers"
-                )
-        layers.append(LayerCorrection(*(tensor.float() for tensor in layer)))
+        layers.append(layer)
     if len(tensors) != 2 * len(layers) or not layers:
         raise ValueError(f"{path}: found {len(tensors)} tensors, expected two per layer")
     return tuple(layers)

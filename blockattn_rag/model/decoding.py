@@ -28,17 +28,12 @@ class _AfterEachStep(StoppingCriteria):
     """Stopping criterion that reports each step's tokens, and ends finished rows or the run.
 
     A streamer would be too late: ``generate`` evaluates stopping criteria before it streams.
-
-    Args:
-        is_cancelled: Callback that returns whether to end the run.
-        on_tokens: Callback that receives the newest token of every row, and returns whether each
-            row has ended.
-        prompt_width: Number of prompt tokens, including padding.
+    ``prompt_width`` includes padding.
     """
 
     def __init__(
         self,
-        is_cancelled: Callable[[], bool],
+        is_cancelled: Callable[[], bool] | None,
         on_tokens: Callable[[list[int]], Sequence[bool]] | None,
         prompt_width: int,
     ) -> None:
@@ -58,7 +53,7 @@ class _AfterEachStep(StoppingCriteria):
                 for row in (row for row, has_ended in enumerate(ended) if has_ended):
                     self.lengths.setdefault(row, self._seen - self._prompt_width)
             met[list(self.lengths)] = True
-        return met | self._is_cancelled()
+        return met | (self._is_cancelled is not None and self._is_cancelled())
 
 
 class _EndsBeams(StoppingCriteria):
@@ -105,19 +100,44 @@ def generate(
     mask = torch.cat([context_mask, final_mask], dim=1).to(hf_model.device)
     width = input_ids.shape[1]
     arguments = _arguments(hf_model, tokenizer, sampling, max_new_tokens)
-    if cache is not None:
-        _check_no_draft(hf_model, arguments)
-    has_beams = _beams(hf_model, arguments) > 1
+    drafts, beams = _drafts(hf_model, arguments), _beams(hf_model, arguments)
+    if cache is not None and drafts:
+        # `generate` verifies draft tokens incorrectly with a prefilled cache.
+        raise ValueError(
+            f"Speculative decoding ({', '.join(drafts)}) is not supported in block mode, because "
+            "its results are not exact: remove these options, or use mode='full'"
+        )
     # In beam search, tokens are not final before the search ends.
-    on_tokens = None if has_beams else on_tokens
-    step = _AfterEachStep(is_cancelled or (lambda: False), on_tokens, width)
-    _add_criterion(arguments, step)
-    if has_beams and (stop := stop_strings(hf_model, sampling)):
-        _add_criterion(arguments, _EndsBeams(tokenizer, stop, width))
-    constraint = _add_grammars(hf_model, tokenizer, arguments, matchers, width, on_failure)
-    output = _run(hf_model, sampling, input_ids, mask, cache, arguments)
+    step = _AfterEachStep(is_cancelled, None if beams > 1 else on_tokens, width)
+    criteria = [*arguments.get("stopping_criteria", []), step]
+    if beams > 1 and (stop := stop_strings(hf_model, sampling)):
+        criteria.append(_EndsBeams(tokenizer, stop, width))
+    arguments["stopping_criteria"] = StoppingCriteriaList(criteria)
     ends = end_token_ids(hf_model, tokenizer, arguments)
-    rows = enumerate(output[: len(prompts), width:].tolist())
+    constraint = None
+    if any(matcher is not None for matcher in matchers):
+        if not ends:
+            raise ValueError("A grammar requires an end token, but no eos_token_id is set")
+        constraint = GrammarConstraint(
+            matchers,
+            width,
+            ends,
+            pad=arguments["pad_token_id"],
+            has_strays=beams > 1 or bool(drafts),
+            on_failure=on_failure,
+        )
+        processors = [*(arguments.get("logits_processor") or ()), constraint]
+        arguments["logits_processor"] = LogitsProcessorList(processors)
+    if cache is not None and beams > 1:
+        cache.batch_repeat_interleave(beams)
+    seed = sampling.seed  # A seeded run does not change the global random state.
+    with torch.inference_mode(), torch.random.fork_rng(enabled=seed is not None), isolated_caches():
+        if seed is not None:
+            torch.manual_seed(seed)
+        run: Any = hf_model.generate
+        output = run(input_ids, attention_mask=mask, past_key_values=cache, **arguments)
+    tokens: Tensor = output if isinstance(output, Tensor) else output.sequences
+    rows = enumerate(tokens[: len(prompts), width:].tolist())
     answers = [_with_end(row[: step.lengths.get(index)], ends) for index, row in rows]
     if constraint is not None:
         for place, answer in enumerate(answers):
@@ -138,13 +158,7 @@ def greedy_answers(
     """Generate greedy full-mode answers to several prompts, with the logits of each token.
 
     Each token is the argmax of the raw logits. Settings of the model's generation config, such as
-    penalties or beams, are ignored.
-
-    Args:
-        hf_model: The model. No other thread may run it during the call.
-        prompts: Token ids, at least one per prompt. Prompt and answer must fit in the context
-            window together.
-        max_new_tokens: Maximum length of an answer.
+    penalties or beams, are ignored. No other thread may run the model during the call.
 
     Returns:
         For each prompt, the answer's token ids, int64 ``[n]``, including the end token, and their
@@ -181,25 +195,6 @@ def _left_padded(rows: Sequence[Sequence[int]], pad: int) -> tuple[Tensor, Tenso
     return pad_left(ids, padding_value=pad), pad_left([torch.ones_like(row) for row in ids])
 
 
-def _run(
-    hf_model: PreTrainedModel,
-    sampling: Sampling,
-    input_ids: Tensor,
-    attention_mask: Tensor,
-    cache: DynamicCache | None,
-    arguments: dict[str, Any],
-) -> Tensor:
-    if cache is not None and (beams := _beams(hf_model, arguments)) > 1:
-        cache.batch_repeat_interleave(beams)
-    seed = sampling.seed  # A seeded run does not change the global random state.
-    with torch.inference_mode(), torch.random.fork_rng(enabled=seed is not None), isolated_caches():
-        if seed is not None:
-            torch.manual_seed(seed)
-        run: Any = hf_model.generate
-        output = run(input_ids, attention_mask=attention_mask, past_key_values=cache, **arguments)
-    return output if isinstance(output, torch.Tensor) else output.sequences
-
-
 def draws_tokens(sampling: Sampling) -> bool:
     """Whether generation may draw random numbers, because it samples or has a seed."""
     do_sample = sampling.extra.get("do_sample", bool(sampling.temperature))
@@ -213,20 +208,18 @@ def _arguments(
     sampling: Sampling,
     max_new_tokens: int,
 ) -> dict[str, Any]:
-    """``Sampling`` as arguments of transformers' ``generate``."""
-    samples = bool(sampling.temperature)
     arguments: dict[str, Any] = {
         "max_new_tokens": max_new_tokens,
-        "do_sample": samples,
+        "do_sample": bool(sampling.temperature),
         "use_cache": True,
         "pad_token_id": _pad_token_id(hf_model, tokenizer),
         "stop_strings": None,  # The caller searches the answer for stop strings.
     }
-    for name in ("temperature", "top_p", "top_k"):
-        # Unset these for greedy decoding, even if the model's generation config sets them.
-        value = getattr(sampling, name) if samples else None
-        if value is not None or not samples:
-            arguments[name] = value
+    drawn = {name: getattr(sampling, name) for name in ("temperature", "top_p", "top_k")}
+    if sampling.temperature:
+        arguments |= {name: value for name, value in drawn.items() if value is not None}
+    else:  # Greedy decoding ignores these, even if the model's generation config sets them.
+        arguments |= dict.fromkeys(drawn)
     configs = (sampling.extra.get("generation_config"), hf_model.generation_config)
     if all(getattr(config, "eos_token_id", None) is None for config in configs):
         arguments["eos_token_id"] = tokenizer.eos_token_id
@@ -234,54 +227,12 @@ def _arguments(
 
 
 def stop_strings(hf_model: PreTrainedModel, sampling: Sampling) -> tuple[str, ...]:
-    """Strings that end an answer, from the sampling options and the generation config."""
     config: Any = sampling.extra.get("generation_config") or hf_model.generation_config
     given = config.stop_strings or hf_model.generation_config.stop_strings or ()
     return (*sampling.stop, *((given,) if isinstance(given, str) else given))
 
 
-def _add_criterion(arguments: dict[str, Any], criterion: StoppingCriteria) -> None:
-    criteria = [*arguments.get("stopping_criteria", []), criterion]
-    arguments["stopping_criteria"] = StoppingCriteriaList(criteria)
-
-
-def _add_grammars(
-    hf_model: PreTrainedModel,
-    tokenizer: Any,
-    arguments: dict[str, Any],
-    matchers: Sequence[Matching | None],
-    prompt_width: int,
-    on_failure: Callable[[int, GrammarError], object] | None = None,
-) -> GrammarConstraint | None:
-    """Constrain each row to its grammar, after the caller's own logits processors."""
-    if all(one is None for one in matchers):
-        return None
-    ends = end_token_ids(hf_model, tokenizer, arguments)
-    if not ends:
-        raise ValueError("A grammar requires an end token, but no eos_token_id is set")
-    constraint = GrammarConstraint(
-        matchers,
-        prompt_width,
-        ends,
-        pad=arguments["pad_token_id"],
-        has_strays=_beams(hf_model, arguments) > 1 or bool(_drafts(hf_model, arguments)),
-        on_failure=on_failure,
-    )
-    processors = [*(arguments.get("logits_processor") or ()), constraint]
-    arguments["logits_processor"] = LogitsProcessorList(processors)
-    return constraint
-
-
 _DRAFTS = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit")
-
-
-def _check_no_draft(hf_model: PreTrainedModel, arguments: dict[str, Any]) -> None:
-    """Reject speculative decoding, for which ``generate`` is incorrect with a prefilled cache."""
-    if asked := _drafts(hf_model, arguments):
-        raise ValueError(
-            f"Speculative decoding ({', '.join(asked)}) is not supported in block mode, because "
-            "its results are not exact: remove these options, or use mode='full'"
-        )
 
 
 def _drafts(hf_model: PreTrainedModel, arguments: Mapping[str, Any]) -> list[str]:
@@ -329,9 +280,8 @@ def batches_exactly(hf_model: PreTrainedModel, sampling: Sampling) -> bool:
     """
     given = {*hf_model.generation_config.to_diff_dict(), *sampling.extra}
     seeded = sampling.seed is not None and bool(sampling.temperature or sampling.extra)
-    ends = sampling.extra.get("eos_token_id", ())
-    # Only plain ids are safe, neither None nor a tensor, whose length may differ.
-    plain = isinstance(ends, (int, list, tuple))
+    # Only plain end tokens are safe, neither None nor a tensor, whose length may differ.
+    plain = isinstance(sampling.extra.get("eos_token_id", ()), (int, list, tuple))
     return given <= _BATCH_SAFE and plain and not seeded
 
 

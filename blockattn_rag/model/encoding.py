@@ -36,10 +36,7 @@ def batches(
     requests: Sequence[EncodeRequest], budget: int, limit: int
 ) -> Iterator[list[EncodeRequest]]:
     """Group blocks of similar length, longest first, up to ``budget`` tokens including padding.
-
-    Raises:
-        ContextOverflowError: a block has more than ``limit`` tokens.
-    """
+    Raises ``ContextOverflowError`` if a block has more than ``limit`` tokens."""
     order = sorted(requests, key=lambda request: -request.num_tokens)
     if order and order[0].num_tokens > limit:
         first = order[0]
@@ -49,21 +46,14 @@ def batches(
             f"{limit}: split the passage into smaller chunks{', or shorten the sink' * bool(sink)}"
         )
     while order:
-        rows = _batch_rows([request.num_tokens for request in order], budget)
+        width = order[0].num_tokens
+        most, least = max(1, budget // width), max(1, budget // 8 // width)
+        # Once an eighth of the budget is filled, blocks shorter than 9/10 of the longest go to the
+        # next batch, because padding would cost more than a smaller batch.
+        alike = sum(10 * request.num_tokens >= 9 * width for request in order[:most])
+        rows = max(alike, least)
         yield order[:rows]
         order = order[rows:]
-
-
-def _batch_rows(lengths: Sequence[int], budget: int) -> int:
-    """Number of blocks in the next batch of up to ``budget`` tokens, including padding.
-
-    Lengths are in descending order. Once an eighth of the budget is filled, blocks shorter than
-    9/10 of the longest go to the next batch, because padding would cost more than a smaller batch.
-    """
-    width = lengths[0]
-    most, least = max(1, budget // width), max(1, budget // 8 // width)
-    alike = sum(10 * length >= 9 * width for length in lengths[:most])
-    return min(most, len(lengths), max(alike, least))
 
 
 @torch.inference_mode()
@@ -78,8 +68,6 @@ def encode_batch(
     The ``s`` tokens of a sink come first, at positions 0..s-1, and the block's keys are rotated
     back by ``s`` positions afterwards. The sink cannot have negative positions instead, because
     some models scale attention by position.
-
-    Raises the same errors as ``check_ready``.
     """
     check_ready(hf_model)
     rows = [torch.tensor([*request.sink_ids, *request.token_ids]) for request in batch]
@@ -104,8 +92,7 @@ def logits_to_keep(
 ) -> dict[str, Any]:
     """Argument for ``forward`` that limits logits to the last tokens. Empty if unsupported.
 
-    ``computes_all``: Whether all layers compute all tokens. Otherwise, layers that store no keys
-    and values may compute only the last ``count`` tokens.
+    Unless ``computes_all``, layers that store no keys and values may compute only these tokens.
     """
     if "logits_to_keep" not in inspect.signature(hf_model.forward).parameters:
         return {}

@@ -36,16 +36,13 @@ class ModelLock:
 
 
 class _ThisThread(threading.local):
-    """Number of model locks that the current thread holds, including nested acquisitions."""
-
-    models = 0
+    models = 0  # Number of model locks that the thread holds, including nested acquisitions.
 
 
 _this_thread = _ThisThread()
 
 
 def holds_a_model() -> bool:
-    """Whether the current thread is running a model."""
     return _this_thread.models > 0
 
 

@@ -11,6 +11,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -47,22 +48,16 @@ def fingerprint_of(
 ) -> str:
     """Compute a model's fingerprint: 64 hex digits.
 
-    Models with the same fingerprint compute the same keys and values for the same text. Patched
-    models are not supported: the fingerprint does not cover hooks, replaced ``forward`` methods or
-    attributes set on modules.
+    Models with the same fingerprint compute the same keys and values for the same text. Hooks,
+    replaced ``forward`` methods and attributes set on modules are not covered.
 
     Args:
         kinds: Kinds of the model's layers. Attention layers, and layers that share keys and values,
             add nothing to the fingerprint.
         files: Files that the weights were loaded from. Default: hash all tensors of the model.
     """
-    return _fingerprint(
-        _settings(hf_model),
-        str(hf_model.dtype),
-        weights_digest(hf_model) if files is None else files.digests(),
-        tokenizer,
-        kinds,
-    )
+    weights = weights_digest(hf_model) if files is None else files.digests()
+    return _fingerprint(_settings(hf_model), hf_model.dtype, weights, tokenizer, kinds)
 
 
 def fingerprint_of_files(
@@ -72,19 +67,14 @@ def fingerprint_of_files(
     tokenizer: BlockTokenizer,
     kinds: Sequence[LayerKind] = (),
 ) -> str:
-    """Compute the fingerprint of the model in ``files``, as loaded in ``dtype``, without loading
-    it.
-
-    Args:
-        config: Config that ``AutoModelForCausalLM`` would load the model with.
-    """
+    """Fingerprint of the model in ``files``, as loaded with this config and dtype."""
     settings = {"config": _settled(config.to_dict()), "adapters": {}}
-    return _fingerprint(settings, str(dtype), files.digests(), tokenizer, kinds)
+    return _fingerprint(settings, dtype, files.digests(), tokenizer, kinds)
 
 
 def _fingerprint(
     settings: dict[str, Any],
-    dtype: str,
+    dtype: torch.dtype,
     weights: str | list[str],
     tokenizer: BlockTokenizer,
     kinds: Sequence[LayerKind],
@@ -92,7 +82,7 @@ def _fingerprint(
     contents = {
         "kv_version": KV_VERSION,
         **settings,
-        "dtype": dtype,
+        "dtype": str(dtype),
         "weights": weights,
         "tokenizer": tokenizer.fingerprint,
     }
@@ -119,7 +109,6 @@ class Snapshot:
 
     @property
     def is_current(self) -> bool:
-        """Whether config, adapters and weights are unchanged."""
         return (_places(self._hf_model), _settings(self._hf_model)) == self._state
 
 
@@ -128,7 +117,6 @@ def _settings(hf_model: PreTrainedModel) -> dict[str, Any]:
 
 
 def _settled(config: dict[str, Any]) -> dict[str, Any]:
-    """A config, including nested configs, without fields that do not affect keys and values."""
     return {
         key: _settled(value) if isinstance(value, dict) else value
         for key, value in config.items()
@@ -176,9 +164,6 @@ def _places(hf_model: nn.Module) -> list[tuple[int, int]]:
     return places
 
 
-# -- weights -----------------------------------------------------------------------------------
-
-
 def weights_digest(hf_model: nn.Module) -> str:
     """xxh3-128 of names, dtypes, shapes and bytes of all parameters, buffers and packed weights.
 
@@ -203,10 +188,10 @@ def _offloaded(hf_model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, module in hf_model.named_modules():
         hook: Any = getattr(module, "_hf_hook", None)
         for one in getattr(hook, "hooks", (hook,)):  # A hook may be a sequence of hooks.
-            kept = getattr(one, "weights_map", None)
-            if kept is not None:
-                tensors = [*module.named_parameters(recurse=False)]
-                tensors += module.named_buffers(recurse=False)
+            if (kept := getattr(one, "weights_map", None)) is not None:
+                tensors = chain(
+                    module.named_parameters(recurse=False), module.named_buffers(recurse=False)
+                )
                 absent = [own for own, tensor in tensors if tensor.is_meta]
                 yield from ((f"{name}.{own}" if name else own, kept[own]) for own in absent)
 
@@ -245,7 +230,6 @@ def _tensor_digest(tensor: Tensor) -> str:
 
 
 def _parts(tensor: Tensor) -> list[Tensor]:
-    """Plain tensors that make up a tensor."""
     if tensor.is_quantized:
         return [tensor.dequantize()]
     if tensor.layout != torch.strided:

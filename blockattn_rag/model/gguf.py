@@ -13,7 +13,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import transformers
 from safetensors.torch import save_file
@@ -56,11 +55,6 @@ def dequantized(file: Path) -> Path:
     The first conversion takes seconds to minutes. The folder is kept in ``state_folder()``, is
     named after the file's digest, and takes 4 bytes per weight. Weights are converted in parts, so
     they do not have to fit in memory.
-
-    Raises:
-        FileNotFoundError: the file does not exist.
-        ImportError: the package ``gguf`` or ``accelerate`` is missing.
-        ValueError: transformers cannot read the file.
     """
     if not file.is_file():
         raise FileNotFoundError(f"No such GGUF file: {file}")
@@ -93,7 +87,11 @@ def _dequantize(file: Path, folder: Path) -> None:
         _write_model(file, temporary)
         for path in (*temporary.iterdir(), temporary):
             sync(path)
-        _rename(temporary, folder)
+        try:
+            temporary.rename(folder)
+        except OSError:
+            if not folder.is_dir():  # If the folder exists, another process finished first.
+                raise
     except _UNREADABLE as error:
         raise ValueError(f"transformers cannot read {file}: {error}") from error
     finally:
@@ -101,16 +99,7 @@ def _dequantize(file: Path, folder: Path) -> None:
     sync(folder.parent)
 
 
-def _rename(temporary: Path, folder: Path) -> None:
-    try:
-        temporary.rename(folder)
-    except OSError:
-        if not folder.is_dir():  # If the folder exists, another process finished first.
-            raise
-
-
 def _write_model(file: Path, folder: Path) -> None:
-    """Write the config and the float32 weights of a GGUF file, about ``_SHARD_BYTES`` at a time."""
     from gguf import GGUFReader
     from gguf.quants import dequantize
     from transformers.modeling_gguf_pytorch_utils import (
@@ -149,15 +138,12 @@ def _write_model(file: Path, folder: Path) -> None:
             tensor_key_mapping=names,
             parsed_parameters={"tensors": pending},
         )
-        if result.name in names:
-            # Copy the array, so that it owns its memory.
-            array = np.array(result.weights, dtype=np.float32)
-            ready[names[result.name]] = torch.from_numpy(array)
+        if result.name in names:  # Copy the array, so that it owns its memory.
+            ready[names[result.name]] = torch.tensor(result.weights, dtype=torch.float32)
         if sum(one.nbytes for one in ready.values()) >= _SHARD_BYTES:
             write(ready)
             ready = {}
-    rest = ready | {name: one.float().contiguous() for name, one in pending.items()}
-    if rest:
+    if rest := ready | {name: one.float().contiguous() for name, one in pending.items()}:
         write(rest)
     config.save_pretrained(folder)
     skeleton.generation_config.save_pretrained(folder)
@@ -166,7 +152,6 @@ def _write_model(file: Path, folder: Path) -> None:
 
 
 def _has_own_reader(architecture: str) -> bool:
-    """Whether transformers has a dedicated reader for this architecture's tensors."""
     try:
         from transformers.integrations.gguf.utils import is_gguf_arch_supported
     except ImportError:  # Transformers before 5.23 has no dedicated readers.

@@ -12,7 +12,7 @@ import inspect
 import logging
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -103,12 +103,7 @@ class _Inputs:
 
 class GraphRunner:
     """Runs the forward passes of one request at a time over the blocks and tail of a
-    ``DeviceRelay``.
-
-    Args:
-        hf_model: The model. Its ``forward`` is replaced.
-        relay: Attention of the running request.
-    """
+    ``DeviceRelay``. Replaces the model's ``forward``."""
 
     def __init__(self, hf_model: PreTrainedModel, relay: DeviceRelay) -> None:
         install(hf_model)
@@ -128,9 +123,12 @@ class GraphRunner:
         """Run one forward pass over the cache. The caller must hold the model's lock."""
         ids: Tensor = kwargs["input_ids"]
         tokens = ids.shape[1]
-        width = _captured_tokens(tokens)
+        # A captured forward pass has one token, or a power of two.
+        width = 1 if tokens == 1 else max(_LEAST_TOKENS, 1 << (tokens - 1).bit_length())
         is_captured = self.captures and width <= MOST_TOKENS and _is_plain(kwargs, tokens)
-        with _current(self.relay.device):
+        device = self.relay.device
+        # Kernels are launched on the current device.
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             self.begin(cache, width if is_captured else tokens)
             out = self._replayed(forward, cache, ids, width) if is_captured else None
             if out is None:
@@ -214,8 +212,7 @@ class GraphCache(ContextCache):
         """Switch from the runner to relay attention, which supports any forward pass."""
         if self.runner is None:
             return
-        states = self.tail_states(self.tail_tokens)
-        layouts = self.relay.layouts
+        states, layouts = self.tail_states(self.tail_tokens), self.relay.layouts
         plan = RelayPlan([self.context], layouts, self.relay.device)
         plain = RelayCache(plan, self.layers, [PLAIN] * len(layouts))
         if states and self.tail_tokens:
@@ -240,17 +237,10 @@ class GraphCache(ContextCache):
         if self.runner is None:
             return super().tail_states(tokens)
         first = self.tail_tokens - tokens
+        layers = (self.relay.states(layer, self.tail_tokens) for layer in range(len(self.layers)))
         return [
-            (keys[:, :, first:].clone(), values[:, :, first:].clone())
-            for keys, values in (
-                self.relay.states(layer, self.tail_tokens) for layer in range(len(self.layers))
-            )
+            (keys[:, :, first:].clone(), values[:, :, first:].clone()) for keys, values in layers
         ]
-
-
-def _captured_tokens(tokens: int) -> int:
-    """Size in tokens of the captured forward pass for ``tokens`` tokens."""
-    return 1 if tokens == 1 else max(_LEAST_TOKENS, 1 << (tokens - 1).bit_length())
 
 
 def _is_plain(kwargs: dict[str, Any], tokens: int) -> bool:
@@ -265,9 +255,7 @@ def _is_plain(kwargs: dict[str, Any], tokens: int) -> bool:
 class _Forward:
     """Replacement for a model's ``forward``, which dispatches to the runner of a ``GraphCache``.
 
-    Args:
-        hf_model: The model. Not kept alive.
-        own: The ``forward`` that was set on the model. None: the method of its class.
+    ``own``: The ``forward`` that was set on the model. None: the method of its class.
     """
 
     def __init__(self, hf_model: PreTrainedModel, own: Forward | None) -> None:
@@ -286,22 +274,12 @@ class _Forward:
             forward = partial(type(hf_model).forward, hf_model)
         cache = kwargs.get("past_key_values")
         if isinstance(cache, GraphCache) and cache.runner is not None:
-            if not args and not torch.is_grad_enabled() and _has_ids(kwargs):
+            given = {name for name, value in kwargs.items() if value is not None}
+            has_ids = "input_ids" in given and given.isdisjoint({"inputs_embeds", "labels"})
+            if has_ids and not args and not torch.is_grad_enabled():
                 return cache.runner.run(forward, cache, kwargs)
             cache.release()
         return forward(*args, **kwargs)
-
-
-def _has_ids(kwargs: dict[str, Any]) -> bool:
-    """Whether token ids are the only input of a forward pass."""
-    return kwargs.get("input_ids") is not None and not any(
-        kwargs.get(name) is not None for name in ("inputs_embeds", "labels")
-    )
-
-
-def _current(device: torch.device) -> AbstractContextManager[Any]:
-    """Context in which a GPU is the current device, so that kernels are launched on it."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def install(hf_model: PreTrainedModel) -> None:

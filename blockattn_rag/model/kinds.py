@@ -56,11 +56,10 @@ class LayerKind:
     """Kind of a layer: the tensors that it caches.
 
     Args:
-        attention: ``"full"`` or ``"windowed"``: keys, which may be rotated, and values.
-            ``"latent"`` (multi-head latent attention): a rotary key, and the latent that keys and
-            values are computed from, which the model caches in the opposite order. ``"shared"``:
-            the layer attends to the keys and values of an earlier layer. ``"none"``: the layer has
-            no attention.
+        attention: ``"full"`` or ``"windowed"``: keys and values. ``"latent"`` (multi-head latent
+            attention): a rotary key, and the latent that keys and values are computed from, which
+            the model caches in the opposite order. ``"shared"``: the layer attends to the keys and
+            values of an earlier layer. ``"none"``: no attention.
         window: Sliding window in tokens. None: no window.
         has_state: Whether the layer has a recurrent or convolution state.
         source: Index of the layer whose keys and values a shared layer attends to. None: not a
@@ -99,7 +98,6 @@ def summary(kinds: Sequence[LayerKind]) -> str:
 
 
 def storing(kinds: Sequence[LayerKind]) -> list[int]:
-    """Indices of the layers that blocks store keys and values for."""
     return [index for index, kind in enumerate(kinds) if kind.stores]
 
 
@@ -135,10 +133,8 @@ class SeenAttention(NamedTuple):
         all tokens if ``window`` is None. False if the mask is unknown."""
         if self.sees is None:
             return False
-        if window is None:
-            return self.sees(_FAR, 0)
-        first = _FAR - window + 1
-        return self.sees(_FAR, first) and not self.sees(_FAR, first - 1)
+        first = 0 if window is None else _FAR - window + 1
+        return self.sees(_FAR, first) and (window is None or not self.sees(_FAR, first - 1))
 
 
 @contextmanager
@@ -155,8 +151,10 @@ def seen_attention(hf_model: PreTrainedModel) -> Iterator[dict[int, SeenAttentio
         module: Any, query: Any, key: Tensor, value: Any, attention_mask: Any, **kwargs: Any
     ) -> Any:
         sees = None
+        is_tensor = isinstance(attention_mask, Tensor)
+        place = attention_mask.untyped_storage().data_ptr() if is_tensor else None
         for made, own, function in masks:
-            if _is_part(attention_mask, made):
+            if made.untyped_storage().data_ptr() == place:  # The mask is `made`, or a view of it.
                 attention_mask, sees = attention_mask if own is made else own, function
                 break
         settings = frozenset(n for n in ("softcap", "s_aux") if kwargs.get(n) is not None)
@@ -204,36 +202,24 @@ def own_attention(name: str, module: Any, *args: Any, **kwargs: Any) -> Any:
     return forward(module, *args, **kwargs)
 
 
-def _is_part(mask: Any, made: Tensor) -> bool:
-    """Whether ``mask`` is ``made`` or a view of it."""
-    if not isinstance(mask, Tensor):
-        return False
-    return mask.untyped_storage().data_ptr() == made.untyped_storage().data_ptr()
-
-
 def _sees(function: Callable[..., Any], query: int, key: int) -> bool:
-    """Whether a query attends to a key according to a mask function of transformers."""
     return bool(function(*(torch.tensor(index) for index in (0, 0, query, key))))
 
 
 def measured_kinds(
     hf_model: PreTrainedModel, filled: DynamicCache, seen: Mapping[int, SeenAttention]
 ) -> list[LayerKind]:
-    """Derive the kinds of a model's layers.
+    """Derive the kinds of a model's layers from a forward pass.
 
     Args:
-        filled: A ``new_cache`` after a forward pass.
-        seen: Result of ``seen_attention`` for that forward pass.
-
-    Raises:
-        UnsupportedModelError: a layer's kind is not supported, or no layer stores keys and values.
+        filled: A ``new_cache`` after the forward pass.
+        seen: Result of ``seen_attention`` for the forward pass.
     """
     config: Any = hf_model.config
     names = getattr(config.get_text_config(decoder=True), "layer_types", None) or ()
+    own_layers = DynamicCache(config=config).layers
     kinds = []
-    for index, (layer, own) in enumerate(
-        zip(filled.layers, DynamicCache(config=config).layers, strict=True)
-    ):
+    for index, (layer, own) in enumerate(zip(filled.layers, own_layers, strict=True)):
         if index < len(names) and "chunked" in names[index]:
             raise refusal(
                 hf_model,
@@ -264,9 +250,7 @@ def _measured(
     known = (DynamicLayer, LinearAttentionLayer, LinearAttentionAndFullAttentionLayer)
     keeps = getattr(layer, "keys", None) is not None and getattr(layer, "values", None) is not None
     if type(layer) in known:
-        has_state = isinstance(layer, LinearAttentionLayer) and any(
-            one is not None for one in states_of(layer)
-        )
+        has_state = isinstance(layer, LinearAttentionLayer) and bool(states_of(layer))
         if keeps:
             attention: Attention = "full" if window is None else "windowed"
             # Otherwise, the keys are computed from cached latents.
@@ -285,18 +269,17 @@ def _measured(
     return LayerKind("shared", source=source if source != index else None)
 
 
-def states_of(layer: LinearAttentionCacheLayerMixin) -> list[Tensor | None]:
-    """Convolution and recurrent states in a cache's layer. None: not computed yet."""
-    return [*layer.conv_states.values(), *layer.recurrent_states.values()]
+def states_of(layer: LinearAttentionCacheLayerMixin) -> list[Tensor]:
+    """Convolution and recurrent states that a cache's layer has computed."""
+    states = (*layer.conv_states.values(), *layer.recurrent_states.values())
+    return [state for state in states if state is not None]
 
 
 def layer_states(
     cache: DynamicCache, kinds: Sequence[LayerKind]
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Iterate over keys and values ``[batch, heads, tokens, size]`` of the layers that store them.
-
-    A latent layer has rotary keys and latents in place of keys and values.
-    """
+    """Iterate over keys and values ``[batch, heads, tokens, size]`` (in latent layers, rotary keys
+    and latents) of the layers that store them."""
     layers: Any = cache.layers
     for layer, kind in zip(layers, kinds, strict=True):
         if kind.stores:
@@ -312,17 +295,11 @@ def in_order(kind: LayerKind, keys: Tensor, values: Tensor) -> tuple[Tensor, Ten
 class ProbeError(UnsupportedModelError):
     """A model cannot run the forward passes that measure its attention."""
 
-    def __init__(self, subject: object, reason: str) -> None:
-        super().__init__(_message(subject, reason))
 
-
-def refusal(subject: object, reason: str) -> UnsupportedModelError:
-    """Create an error that explains why a model cannot run in block mode."""
-    return UnsupportedModelError(_message(subject, reason))
-
-
-def _message(subject: object, reason: str) -> str:
-    return (
+def refusal(
+    subject: object, reason: str, kind: type[UnsupportedModelError] = UnsupportedModelError
+) -> UnsupportedModelError:
+    return kind(
         f"{type(subject).__name__} cannot be used with Block-Attention: {reason}. The page "
         "'Models' of the documentation lists models that work, such as Qwen3, Llama 3 and Gemma 3."
     )

@@ -52,11 +52,8 @@ _INSTALL_SMOLLM2 = (
 def resolve_name(model: str | Path) -> str:
     """Resolve ``"bundled"``, ``"smollm2"`` or a GGUF file to a path. Other names stay unchanged.
 
-    A GGUF file is dequantized on first use (``gguf.dequantized``).
-
-    Raises:
-        FileNotFoundError: a path does not exist, a folder contains no model, or a short name is
-            misspelled.
+    A GGUF file is dequantized on first use (``gguf.dequantized``). Raises ``FileNotFoundError`` if
+    a path does not exist, a folder contains no model, or a short name is misspelled.
     """
     if str(model) == BUNDLED:
         return str(_BUNDLED_FOLDER)
@@ -90,11 +87,8 @@ def _hub(model: str | Path) -> AbstractContextManager[None]:
 def commit_of(model: str | Path, revision: str | None = None) -> str | None:
     """Resolve a hub revision to its current commit, so that all files of a model match.
 
-    Args:
-        revision: Branch, tag or commit. Default: the main branch.
-
-    Returns:
-        None for a local model. ``revision`` if neither the hub nor its cache can resolve it.
+    Returns None for a local model, and ``revision`` if neither the hub nor its cache can resolve
+    it.
     """
     source = resolve_name(model)
     if Path(source).exists():
@@ -107,10 +101,7 @@ def commit_of(model: str | Path, revision: str | None = None) -> str | None:
 def load_tokenizer(model: str | Path, *, revision: str | None = None) -> Any:
     """Load the tokenizer for a model name or path. It adds no BOS if the model was trained without.
 
-    A folder may contain only the tokenizer. Raises the same errors as ``load_model``.
-
-    Args:
-        revision: Hub revision. Default: the main branch.
+    A folder may contain only the tokenizer.
     """
     holds_one = (Path(model).expanduser() / _TOKENIZER_FILE).is_file()
     name = os.path.expanduser(model) if holds_one else resolve_name(model)
@@ -123,13 +114,7 @@ def load_tokenizer(model: str | Path, *, revision: str | None = None) -> Any:
 
 
 def load_config(model: str | Path, *, revision: str | None = None) -> Any:
-    """Load the config for a model name or path, or for a LoRA adapter's base, without weights.
-
-    Raises the same errors as ``load_model``.
-
-    Args:
-        revision: Hub revision. Default: the main branch.
-    """
+    """Load the config for a model name or path, or for a LoRA adapter's base."""
     name = resolve_name(model)
     if adapter := _adapter(name):
         return load_config(adapter["base"])
@@ -138,10 +123,7 @@ def load_config(model: str | Path, *, revision: str | None = None) -> Any:
 
 
 def check_config(model: str | Path, *, revision: str | None = None) -> None:
-    """Reject an unsupported model by its config, before its weights are downloaded from the hub.
-
-    Raises the same errors as ``load_model``.
-    """
+    """Reject an unsupported model by its config, before its weights are downloaded from the hub."""
     if not Path(resolve_name(model)).exists():
         config = load_config(model, revision=revision)
         check_quantization(str(model), quantization_of(config))
@@ -186,7 +168,7 @@ def load_model(
                 arguments["dtype"] = dtype
             with small_heap() if "quantization_config" in arguments else nullcontext():
                 arguments = {"revision": revision, **arguments, **kwargs}
-                loaded = _from_pretrained(name, config, arguments)
+                loaded = language_model(auto_class(config).from_pretrained(name, **arguments))
     if getattr(loaded, "is_quantized", False):
         # Quantized models are placed on their device during loading.
         allow_all_shapes(loaded)
@@ -204,51 +186,32 @@ def _target(device: str, device_map: Any) -> str:
     return "cpu" if only_cpu else str(device_map)
 
 
-def _from_pretrained(name: str, config: Any, kwargs: dict[str, Any]) -> PreTrainedModel:
-    return language_model(auto_class(config).from_pretrained(name, **kwargs))
-
-
 def load_with_files(
-    model: str | Path,
-    *,
-    device: str = "auto",
-    dtype: str | torch.dtype = "auto",
-    revision: str | None = None,
-    **kwargs: Any,
+    model: str | Path, commit: str | None, *, dtype: str | torch.dtype = "auto", **kwargs: Any
 ) -> tuple[PreTrainedModel, WeightFiles | None]:
-    """Load a model, and locate its weight files.
+    """Load a model with the arguments of ``load_model``, and locate its weight files.
 
-    Takes the arguments of ``load_model``, and raises the same errors.
-
-    Returns:
-        The model and its weight files. The files are None if the weights differ from them, because
-        an adapter was merged, or because the weights were quantized or dequantized.
+    The files are None if the weights differ from them, because an adapter was merged, or because
+    the weights were quantized or dequantized. ``commit``: Result of ``commit_of``.
     """
-    source, commit = resolve_name(model), commit_of(model, revision)
-
-    def load() -> PreTrainedModel:
-        return load_model(model, device=device, dtype=dtype, revision=commit, **kwargs)
-
-    if is_adapter(source) or dtype in WEIGHTS or not kwargs.keys() <= _PLACEMENT:
-        return load(), None
-    if Path(source).is_dir():
+    source = resolve_name(model)
+    is_local, files = Path(source).is_dir(), None
+    changes = kwargs.keys() - _PLACEMENT - {"device"}
+    is_changed = is_adapter(source) or dtype in WEIGHTS or bool(changes)
+    if is_local and not is_changed:
         # Record the files before loading, because a file may be replaced during loading.
         files = weight_files(model)
-        loaded = load()
-    else:
-        loaded = load()  # Loading downloads the files of the commit.
-        files = weight_files(model, commit) if commit is not None else None
+    loaded = load_model(model, dtype=dtype, revision=commit, **kwargs)
     # Quantized weights use different kernels than on a server, or are dequantized.
-    is_other = hasattr(loaded, "peft_config") or bool(quantization_of(loaded.config))
-    return loaded, None if is_other else files
+    if is_changed or hasattr(loaded, "peft_config") or quantization_of(loaded.config):
+        return loaded, None
+    if not is_local and commit is not None:  # Loading downloads the files of the commit.
+        files = weight_files(model, commit)
+    return loaded, files
 
 
 def weight_files(model: str | Path, commit: str | None = None) -> WeightFiles | None:
-    """Weight files of a model: ``WeightFiles.of``, with one-sentence errors for the hub.
-
-    Args:
-        commit: Hub commit, as returned by ``commit_of``.
-    """
+    """Weight files of a model: ``WeightFiles.of``, with one-sentence errors for the hub."""
     with _hub(model):
         return WeightFiles.of(resolve_name(model), commit)
 
@@ -275,10 +238,9 @@ def _adapter(name: str) -> dict[str, Any]:
     """
     if not is_adapter(name):
         return {}
-    path = Path(name) / _ADAPTER_CONFIG
-    config = json.loads(path.read_text(encoding="utf-8"))
-    beside = path.with_name(SIDECAR)
-    noted = json.loads(beside.read_text(encoding="utf-8")) if beside.is_file() else {}
+    config = json.loads((Path(name) / _ADAPTER_CONFIG).read_text(encoding="utf-8"))
+    sidecar = Path(name) / SIDECAR
+    noted = json.loads(sidecar.read_text(encoding="utf-8")) if sidecar.is_file() else {}
     base = noted.get("base_model") or config["base_model_name_or_path"]
     return {"base": str(base), "tuning": config.get("block_attention") or noted}
 
@@ -290,7 +252,6 @@ def _load_adapter(
     target: str,
     kwargs: dict[str, Any],
 ) -> PreTrainedModel:
-    """Load the base model and merge the adapter into its weights."""
     try:
         from peft import PeftModel
     except ImportError as error:
@@ -305,16 +266,15 @@ def _load_adapter(
                 f"{name} is a LoRA adapter, which cannot be merged into quantized weights: merge "
                 "it into the original base model, save the result, and load that"
             )
-        arguments = loading_arguments(adapter["base"], base_config, dtype, target)
-        base = _from_pretrained(base_name, base_config, {**arguments, **kwargs})
+        arguments = loading_arguments(adapter["base"], base_config, dtype, target) | kwargs
+        loaded = auto_class(base_config).from_pretrained(base_name, **arguments)
+    base: Any = language_model(loaded)
     merged = PeftModel.from_pretrained(base, name).merge_and_unload()
     # Peft freezes the base, and PyTorch copies a frozen output matrix in bfloat16 for each prompt:
     # on a CPU, the first token of a 0.5B model would take five times as long.
     merged.requires_grad_(True)
-    tuning = adapter["tuning"]
-    if isinstance(tuning, dict) and "block" not in tuning.get("modes", ["block"]):
+    if tuning := adapter["tuning"]:
+        in_full = isinstance(tuning, dict) and "block" not in tuning.get("modes", ["block"])
         # Training in full mode may have undone the base model's tuning.
-        merged.config.block_attention = None
-    elif tuning:
-        merged.config.block_attention = tuning
+        merged.config.block_attention = None if in_full else tuning
     return merged

@@ -3,10 +3,6 @@
 A cache can only be measured by running a model. A miniature has the same classes and kinds of
 layers as the original, and takes milliseconds to build. With miniatures, unsupported models can be
 rejected before their weights are downloaded, and any architecture in transformers can be measured.
-
-``profile_config`` measures a miniature with all layers and the original head sizes and rotary
-embeddings. Its cache has the layout of the model's cache, so a server needs no second copy of the
-model.
 """
 
 from __future__ import annotations
@@ -65,10 +61,8 @@ _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 def miniature(config: Any) -> PreTrainedModel:
     """Build a tiny random model with a config's architecture, in float32 and evaluation mode.
 
-    Weights have a large variance, so that attention is far from uniform.
-
-    Raises:
-        Exception: the architecture cannot be built at this size. Its code may raise any error.
+    Weights have a large variance, so that attention is far from uniform. Raises any exception if
+    the architecture cannot be built at this size.
     """
     config = config.get_text_config(decoder=True)
     return _built(config, shrunk(config))
@@ -91,12 +85,9 @@ def _built(config: Any, fields: dict[str, Any]) -> PreTrainedModel:
 def check_architecture(config: Any) -> AttentionProfile | None:
     """Measure a miniature of an architecture before a model's weights are loaded.
 
-    Returns:
-        The miniature's profile. None if it cannot be built or run. Then the model itself must be
-        measured after loading.
-
-    Raises:
-        UnsupportedModelError: models of this architecture cannot run in block mode.
+    Returns the miniature's profile. None if it cannot be built or run: the model itself must then
+    be measured after loading. Raises ``UnsupportedModelError`` if models of this architecture
+    cannot run in block mode.
     """
     position_limit(config)
     try:
@@ -114,18 +105,12 @@ def check_architecture(config: Any) -> AttentionProfile | None:
 
 
 def profile_config(config: Any, dtype: torch.dtype) -> AttentionProfile:
-    """Measure what a model caches from its config, without its weights.
+    """Measure what a model with keys and values in ``dtype`` caches, from its config.
 
     Runs a miniature with all layers of the model, its head sizes and its rotary embeddings on the
-    CPU. This takes seconds and a few hundred megabytes for a model of any size.
-
-    Args:
-        config: The model's config.
-        dtype: Dtype of the model's keys and values.
-
-    Raises:
-        UnsupportedModelError: models of this architecture cannot run in block mode, or their layers
-            cannot be measured without weights.
+    CPU. This takes seconds and a few hundred megabytes for a model of any size. Raises
+    ``UnsupportedModelError`` if models of this architecture cannot run in block mode, or cannot be
+    measured without weights.
     """
     config = config.get_text_config(decoder=True)
     sketch = check_architecture(config)
@@ -194,7 +179,6 @@ def _refuse_other_windows(model: PreTrainedModel, profile: AttentionProfile) -> 
 
 
 def shrunk(config: Any) -> dict[str, Any]:
-    """Fields of a config, reduced to a smaller size."""
     fields: dict[str, Any] = config.to_dict()
     name = next((n for n in _LAYERS if isinstance(fields.get(n), int)), None)
     types = next((t for n in _TYPES if (t := getattr(config, n, None))), ())
@@ -241,9 +225,8 @@ _ALL = 1 << 30
 def _thinned(config: Any, size: int | None = None) -> dict[str, Any]:
     """Fields of a config for a narrow model with all layers.
 
-    Args:
-        size: Head size, for models that compute it from the width. The model then has fewer heads.
-            Default: the config's head size, with all key heads.
+    ``size``: Head size, for models that compute it from the width. The model then has fewer heads.
+    Default: the config's head size, with all key heads.
     """
     small = {name: _thinned_field(name, value) for name, value in config.to_dict().items()}
     queries, keys = (config.attribute_map.get(name, name) for name in _HEAD_COUNTS)
@@ -271,14 +254,11 @@ def _thinned_field(name: str, value: Any) -> Any:
 
 def _kept_layers(types: Sequence[str], layers: int) -> int:
     """Minimum number of leading layers that include every layer type."""
-    for count in range(2, len(types) + 1):
-        if {*types[:count]} == {*types}:
-            return min(count, _MOST_LAYERS)
-    return min(layers, 3)
+    complete = (n for n in range(2, len(types) + 1) if {*types[:n]} == {*types})
+    return min(next(complete, min(layers, 3)), _MOST_LAYERS)
 
 
 def _smaller(name: str, value: Any, layers: int, kept: int) -> Any:
-    """Value of a config field, reduced to the smaller size."""
     if isinstance(value, Mapping):
         return {
             key: _smaller(key, one, layers, kept)
@@ -293,7 +273,5 @@ def _smaller(name: str, value: Any, layers: int, kept: int) -> Any:
         return value
     if name.endswith("token_id"):
         return min(value, VOCABULARY - 1)
-    for pattern, size in _SIZES:
-        if re.fullmatch(pattern, name):
-            return value if size is None else min(value, size)
-    return value
+    size = next((size for pattern, size in _SIZES if re.fullmatch(pattern, name)), None)
+    return value if size is None else min(value, size)

@@ -28,7 +28,6 @@ def auto_class(config: Any) -> Any:
 
 
 def text_class(config: Any) -> type[PreTrainedModel] | None:
-    """Class of the causal language model for a text config. None if transformers has none."""
     mappings: Any = (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING)
     return next((mapping[type(config)] for mapping in mappings if type(config) in mapping), None)
 
@@ -43,10 +42,8 @@ def keep_settings(config: Any, text: Any) -> None:
 def language_model(loaded: PreTrainedModel) -> PreTrainedModel:
     """Extract the language model from a multimodal model, without the image and sound parts.
 
-    Returns:
-        The language model, which shares its layers with ``loaded``. ``loaded`` itself if it is not
-        multimodal, or if its language model has no class or computes different logits. The other
-        parts then stay in memory unused.
+    Returns ``loaded`` itself if it is not multimodal, or if its language model has no class or
+    computes different logits. The other parts then stay in memory unused.
     """
     config: Any = loaded.config
     text = config.get_text_config(decoder=True)

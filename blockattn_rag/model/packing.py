@@ -64,11 +64,7 @@ def pack_linears(hf_model: nn.Module) -> int:
     """Pack the weights of a model's linear layers if this is faster and fits in memory.
 
     Only float32 on x86 CPUs benefits. The model's parameters stay unchanged, so it can still be
-    saved and trained. If its weights change, create a new engine, because the stored KV is
-    outdated, too.
-
-    Returns:
-        Number of packed layers.
+    saved and trained. Returns the number of packed layers.
     """
     linears = [module for module in hf_model.modules() if _can_pack(module)]
     size = sum(linear.weight.nbytes for linear in linears)

@@ -6,7 +6,7 @@ in a known way. Both are measured when the model is loaded.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,7 +16,6 @@ from transformers import DynamicCache, PreTrainedModel
 
 from blockattn_rag.kv.block_kv import outline
 from blockattn_rag.kv.rope import (
-    LayoutFit,
     RotaryLayout,
     fit_layout,
     fused_rotation,
@@ -93,39 +92,58 @@ class AttentionProfile:
         return list(zip(found[:layers], found[layers:], strict=True))
 
 
+@torch.inference_mode()
 def profile_attention(hf_model: PreTrainedModel) -> AttentionProfile:
-    """Measure a model's attention.
-
-    Raises:
-        UnsupportedModelError: block mode would change this model's answers. The message gives the
-            reason.
-    """
+    """Measure a model's attention. Raises ``UnsupportedModelError`` with the reason if block mode
+    would change this model's answers."""
     if hf_model.config.is_encoder_decoder:
         raise refusal(
             hf_model, "it is an encoder-decoder model, but block mode requires a decoder-only model"
         )
     limit = position_limit(hf_model.config)
-    kinds, home, fits, value_error = _measure(hf_model, limit)
+    offsets = [o for o in _PROBE_OFFSETS if o + _PROBE_TOKENS <= limit]
+    offsets = offsets or [max(1, limit - _PROBE_TOKENS)]
+    with seen_attention(hf_model) as seen:
+        filled = probe_cache(hf_model)
+    kinds = measured_kinds(hf_model, filled, seen)
+    home = _states(filled, kinds)
+    if any(states.shape[1] != _PROBE_TOKENS for pair in home for states in pair):
+        raise refusal(hf_model, "its cache does not have one entry for each token")
+    away = [(o, _states(probe_cache(hf_model, o), kinds)) for o in offsets]
+    candidates = _frequencies(hf_model)
+    tolerance = _STATES.get(hf_model.dtype, _STATES_OF_OTHER_DTYPES)
+    _refuse_foresight(hf_model, home, kinds, tolerance)
+    fits, value_errors = [], []
+    for place, (index, (keys, values)) in enumerate(zip(storing(kinds), home, strict=True)):
+        fit = fit_layout(keys, [(o, states[place][0]) for o, states in away], candidates)
+        moved = (states[place][1].float() for _, states in away)
+        value_error = max(relative_error(one, values.float()) for one in moved)
+        if not max(fit.error, value_error) <= tolerance:
+            raise refusal(
+                hf_model,
+                f"in layer {index} ({kinds[index]}), keys at another position differ by "
+                f"{fit.error:.2g} from every known rotation, and values differ by "
+                f"{value_error:.2g}; expected at most {tolerance:g} from rounding. The position "
+                f"embedding is not plain rotary ({len(candidates)} frequency tables tried)",
+            )
+        fits.append(fit)
+        value_errors.append(value_error)
     layouts = [fit.layout for fit in fits]
     if not any(layout.rotates for layout in layouts):
         _refuse_other_positions(hf_model, kinds)
     _check_fused_rotations(layouts, [keys for keys, _ in home])
     return AttentionProfile(
-        kinds=kinds,
+        kinds=tuple(kinds),
         layouts=tuple(next(first for first in layouts if first.same_as(own)) for own in layouts),
         max_context_tokens=limit,
         token_outline=outline([states for pair in zip(*home, strict=True) for states in pair]),
         key_error=max(fit.error for fit in fits),
-        value_error=value_error,
+        value_error=max(value_errors),
     )
 
 
 def _check_fused_rotations(layouts: Sequence[RotaryLayout], keys: Sequence[Tensor]) -> None:
-    """Compare the GPU's fused rotation with PyTorch's, once for each shape and layout of keys.
-
-    Raises:
-        UnsupportedModelError: the rotations differ.
-    """
+    """Compare the GPU's fused rotation with PyTorch's, once for each shape and layout of keys."""
     for layout, states in zip(layouts, keys, strict=True):
         if layout.rotates and states.is_cuda:
             kind = states.shape[-1], layout.rotary_dim, layout.pairing
@@ -138,7 +156,12 @@ def position_limit(config: Any) -> int:
     """Maximum context length in tokens for which the config keeps RoPE frequencies constant."""
     config = config.get_text_config(decoder=True)
     limit = int(getattr(config, "max_position_embeddings", 0) or _UNLIMITED)
-    for rope in _rope_parameters(getattr(config, "rope_parameters", None)):
+    settings = getattr(config, "rope_parameters", None) or {}
+    # Settings may differ by layer type.
+    is_flat = "rope_type" in settings or "rope_theta" in settings
+    for rope in (settings,) if is_flat else settings.values():
+        if not isinstance(rope, Mapping):
+            continue
         kind = rope.get("rope_type", "default")
         if kind == "dynamic":
             raise refusal(
@@ -156,81 +179,8 @@ def position_limit(config: Any) -> int:
     return limit
 
 
-def _rope_parameters(parameters: Any) -> Iterator[Mapping[str, Any]]:
-    """Iterate over a config's RoPE settings, which may differ by layer type."""
-    if not isinstance(parameters, Mapping):
-        return
-    if "rope_type" in parameters or "rope_theta" in parameters:
-        yield parameters
-    else:
-        yield from (p for p in parameters.values() if isinstance(p, Mapping))
-
-
 States = list[tuple[Tensor, Tensor]]
 """Keys and values ``[heads, tokens, size]`` of each layer that stores them."""
-
-
-@torch.inference_mode()
-def _measure(
-    hf_model: PreTrainedModel, limit: int
-) -> tuple[tuple[LayerKind, ...], States, list[LayoutFit], float]:
-    """Measure each layer's kind and rotary layout on a short random probe.
-
-    Also checks that values do not depend on positions.
-
-    Returns:
-        The layers' kinds, the probe's states, the fit of each layer that stores keys and values,
-        and the maximum error of values.
-    """
-    offsets = [o for o in _PROBE_OFFSETS if o + _PROBE_TOKENS <= limit]
-    offsets = offsets or [max(1, limit - _PROBE_TOKENS)]
-    with seen_attention(hf_model) as seen:
-        filled = probe_cache(hf_model)
-    kinds = measured_kinds(hf_model, filled, seen)
-    home = _states(filled, kinds)
-    if any(states.shape[1] != _PROBE_TOKENS for pair in home for states in pair):
-        raise refusal(hf_model, "its cache does not have one entry for each token")
-    away = [(o, _states(probe_cache(hf_model, o), kinds)) for o in offsets]
-    candidates = _frequencies(hf_model)
-    tolerance = _STATES.get(hf_model.dtype, _STATES_OF_OTHER_DTYPES)
-    _refuse_foresight(hf_model, home, kinds, tolerance)
-    fits, value_error = [], 0.0
-    for place, index in enumerate(storing(kinds)):
-        moved = [(o, states[place]) for o, states in away]
-        fit = _fit(home[place], moved, candidates)
-        if not fit.worst <= tolerance:
-            raise refusal(
-                hf_model,
-                f"in layer {index} ({kinds[index]}), keys at another position differ by "
-                f"{fit.keys.error:.2g} from every known rotation, and values differ by "
-                f"{fit.values:.2g}; expected at most {tolerance:g} from rounding. The position "
-                f"embedding is not plain rotary ({len(candidates)} frequency tables tried)",
-            )
-        fits.append(fit.keys)
-        value_error = max(value_error, fit.values)
-    return tuple(kinds), home, fits, value_error
-
-
-class _Fit(NamedTuple):
-    """Fit of a layer's keys, and maximum change of its values."""
-
-    keys: LayoutFit
-    values: float
-
-    @property
-    def worst(self) -> float:
-        return max(self.keys.error, self.values)
-
-
-def _fit(
-    home: tuple[Tensor, Tensor],
-    away: Sequence[tuple[int, tuple[Tensor, Tensor]]],
-    candidates: Sequence[Tensor],
-) -> _Fit:
-    """Fit the rotary layout of a layer to its keys and values at several offsets."""
-    keys = fit_layout(home[0], [(offset, pair[0]) for offset, pair in away], candidates)
-    moved = (relative_error(pair[1].float(), home[1].float()) for _, pair in away)
-    return _Fit(keys, max(moved))
 
 
 def _states(cache: DynamicCache, kinds: Sequence[LayerKind]) -> States:
@@ -244,9 +194,8 @@ def _refuse_foresight(
     half = _PROBE_TOKENS // 2
     parts = _states(probe_cache(hf_model, 0, half), kinds)
     for whole, part in zip(home, parts, strict=True):
-        error = max(
-            relative_error(a[:, :half].float(), b.float()) for a, b in zip(whole, part, strict=True)
-        )
+        pairs = zip(whole, part, strict=True)
+        error = max(relative_error(a[:, :half].float(), b.float()) for a, b in pairs)
         if not error <= tolerance:
             raise refusal(
                 hf_model,
@@ -293,12 +242,7 @@ def probe_cache(
     repeated: bool = False,
 ) -> DynamicCache:
     """Run a forward pass over fixed probe tokens at ``offset``, and return its cache. ``repeated``:
-    use a single token repeatedly.
-
-    Raises:
-        UnsupportedModelError: the model cannot run the probe.
-        ValueError: the model is in training mode, or autocast is enabled.
-    """
+    use a single token repeatedly. Raises ``ProbeError`` if the model cannot run the probe."""
     check_ready(hf_model)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(vocabulary_size(hf_model), (1, _PROBE_TOKENS), generator=generator)
@@ -309,19 +253,14 @@ def probe_cache(
         hf_model(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True)
     except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         reason = f"it fails on {tokens} tokens at position {offset}: {error}"
-        raise ProbeError(hf_model, reason) from error
+        raise refusal(hf_model, reason, ProbeError) from error
     return cache
 
 
 def check_ready(hf_model: PreTrainedModel) -> None:
-    """Reject settings that change keys and values without changing the fingerprint.
-
-    Autocast only applies to one thread, but KV is shared with other threads and processes.
-
-    Raises:
-        ValueError: the model is in training mode, or autocast is enabled in this thread for the
-            model's device.
-    """
+    """Raise ``ValueError`` for settings that change keys and values without changing the
+    fingerprint: training mode, and autocast. Autocast only applies to one thread, but KV is shared
+    with other threads and processes."""
     if hf_model.training:
         raise ValueError(
             f"{type(hf_model).__name__} is in training mode, in which keys and values are random "

@@ -42,11 +42,6 @@ _CPU_KERNEL, _KERNEL_ROWS = "support_avx512bf16_for_cpu", 32
 _DEQUANTIZED_ON_CPU = ("fp8", "mxfp4")
 # transformers dequantizes these in the first forward pass, which would change loaded weights.
 _DEQUANTIZED = ("compressed-tensors",)
-_INEXACT = {
-    "bitsandbytes_8bit": "LLM.int8 quantizes activations, and its outliers depend on all tokens of "
-    "a forward pass, so a block's keys and values would depend on other blocks. Use a 4-bit "
-    "checkpoint, or the original checkpoint with dtype='int8'",
-}
 
 
 def quantization_of(config: Any) -> dict[str, Any]:
@@ -60,19 +55,18 @@ def quantization_of(config: Any) -> dict[str, Any]:
 def check_quantization(name: str, settings: Mapping[str, Any]) -> None:
     """Reject an unsupported checkpoint before its weights are downloaded.
 
-    Raises:
-        ImportError: a package is missing. The message contains the command that installs it.
-        UnsupportedModelError: block mode is not exact for this quantization, or transformers does
-            not support the quantization.
+    Raises ``ImportError`` if a package is missing, and ``UnsupportedModelError`` if block mode is
+    not exact for this quantization, or transformers does not support it.
     """
     if not settings:
         return
     method = str(getattr(settings.get("quant_method"), "value", settings.get("quant_method")))
-    kind = "bitsandbytes_8bit" if settings.get("load_in_8bit") else method
-    if kind in _INEXACT:
+    if settings.get("load_in_8bit"):
         raise UnsupportedModelError(
             f"{name} is quantized with bitsandbytes in 8 bits, which block mode does not support: "
-            f"{_INEXACT[kind]}."
+            "LLM.int8 quantizes activations, and its outliers depend on all tokens of a forward "
+            "pass, so a block's keys and values would depend on other blocks. Use a 4-bit "
+            "checkpoint, or the original checkpoint with dtype='int8'."
         )
     if method != "bitsandbytes" and method not in AUTO_QUANTIZATION_CONFIG_MAPPING:
         raise UnsupportedModelError(
@@ -98,15 +92,7 @@ def loading_arguments(
 ) -> dict[str, Any]:
     """Arguments for ``from_pretrained``: the dtype, and how to quantize or dequantize weights.
 
-    Args:
-        config: The checkpoint's config.
-        dtype: Weight type: one of ``WEIGHTS``, a dtype, or ``"auto"``.
-        device: Device that the weights are loaded to. On ``"cpu"``, ``"auto"`` is float32, unless
-            the weights stay quantized.
-
-    Raises:
-        ImportError, UnsupportedModelError: see ``check_quantization``.
-        ValueError: the checkpoint is already quantized, and ``dtype`` is one of ``WEIGHTS``.
+    On the ``"cpu"``, the dtype ``"auto"`` is float32, unless the weights stay quantized.
     """
     settings = quantization_of(config)
     check_quantization(name, settings)

@@ -27,19 +27,18 @@ from blockattn_rag.model.caches import ContextCache, copied_cache, isolated_cach
 from blockattn_rag.model.checkpoint import CheckpointModel
 from blockattn_rag.model.chosen_attention import ChosenAttention, MeasuredAttention
 from blockattn_rag.model.encoding import logits_to_keep
-from blockattn_rag.model.layer_reads import layer_windows
 from blockattn_rag.model.probe import check_ready
-from blockattn_rag.model.relay_attention import OTHER_ATTENTION, enable_relay, last_logits
+from blockattn_rag.model.relay_attention import (
+    OTHER_ATTENTION,
+    enable_relay,
+    last_logits,
+    layer_windows,
+)
 
 
 def tokens_to_recompute(lengths: Sequence[int], may_change: Sequence[bool], share: float) -> int:
-    """Number of tokens that ``recompute`` recomputes, which is the same for every question.
-
-    Args:
-        lengths: Number of tokens of each context block.
-        may_change: Whether the tokens of each block may be chosen.
-        share: Share of these tokens.
-    """
+    """Number of tokens that ``recompute`` recomputes, which is the same for every question: a share
+    of the tokens in context blocks that may change."""
     return round(share * sum(compress(lengths, may_change)))
 
 
@@ -58,15 +57,11 @@ def recompute(
         context: The context, with reordered positions.
         may_change: Whether the tokens of each block may be chosen. True only for passages after the
             prompt's first block, because nothing precedes the first block.
-        final_ids: Token ids of the final block.
         share: Share of the tokens that may be chosen, from 0 to 1.
 
     Returns:
         The context as a single block, and the sorted indices of the recomputed tokens in it. If the
         share is less than half a token: the unchanged context and no indices.
-
-    Raises:
-        ValueError: the model is in training mode, or autocast is enabled.
     """
     check_ready(model.hf_model)
     count = tokens_to_recompute(context.lengths, may_change, share)
@@ -82,30 +77,44 @@ def recompute(
 def with_recomputed(
     model: BlockModel, context: Context, chosen: Sequence[int], cache: ContextCache | None = None
 ) -> Context:
-    """Recompute the chosen tokens, and return the context as a single block.
+    """Recompute the chosen tokens (sorted), and return the context as a single block.
 
-    Args:
-        chosen: Sorted indices of at least one token.
-        cache: A copied cache of the context that keeps all tokens. It must not be used afterwards.
+    ``cache``: A copied cache of the context that keeps all tokens. It must not be used afterwards.
     """
     if cache is None:
         cache = _copied(model, context)
-    _compute(model, context, cache, chosen)
+    ids = context.token_ids
+    places = torch.tensor(chosen, device=model.device)
+    layers: Any = cache.layers
+    kinds = model.profile.kinds
+    cache.layers = [
+        _ReplacingLayer(layer, places) if kind.stores else layer
+        for layer, kind in zip(layers, kinds, strict=True)
+    ]
+    windows, has_kernel = layer_windows(kinds), model.has_causal_kernel
+    cache.attention = ChosenAttention(chosen, places, windows, has_causal_kernel=has_kernel)
+    with torch.inference_mode(), isolated_caches():
+        model.hf_model(
+            input_ids=torch.tensor([[ids[place] for place in chosen]], device=model.device),
+            position_ids=places[None],
+            past_key_values=cache,
+            use_cache=True,
+            **logits_to_keep(model.hf_model),
+        )
     identity = [block.kv.digest for block in context.blocks], [*chosen]
     keys, values = [], []
-    layers: Any = cache.layers
-    kinds = [*model.profile.kinds]
-    while layers:
+    layers = cache.layers
+    for kind in kinds:
         # Copy each layer, because the cache has room for more tokens. Only one layer exists twice
         # at a time.
         layer = layers.pop(0)
-        if kinds.pop(0).stores:
+        if kind.stores:
             keys.append(layer.keys[0].clone())
             values.append(layer.values[0].clone())
     kv = BlockKV(
         keys=tuple(keys),
         values=tuple(values),
-        token_ids=torch.tensor(context.token_ids),
+        token_ids=torch.tensor(ids),
         fingerprint=context.blocks[0].kv.fingerprint,
         digest=hashlib.sha256(repr(identity).encode()).hexdigest(),
         handle="",
@@ -114,7 +123,6 @@ def with_recomputed(
 
 
 def _copied(model: BlockModel, context: Context) -> ContextCache:
-    """Create a copied cache of a context, with all tokens in every layer."""
     config, profile = model.hf_model.config, model.profile
     return copied_cache(config, [context], profile.layouts, profile.kinds, keeps_all=True)
 
@@ -122,13 +130,12 @@ def _copied(model: BlockModel, context: Context) -> ContextCache:
 def choose_tokens(
     received: Tensor, lengths: Sequence[int], may_change: Sequence[bool], count: int
 ) -> list[int]:
-    """Sorted indices of the tokens that receive the most attention, which should be recomputed.
+    """Sorted indices of the ``count`` tokens that receive the most attention.
 
     Args:
         received: Attention that each context token receives, ``[tokens]`` float32.
         lengths: Number of tokens of each context block.
         may_change: Whether the tokens of each block may be chosen.
-        count: Number of tokens to choose.
     """
     tokens = torch.tensor(lengths, dtype=torch.int64)
     allowed = torch.tensor(may_change).repeat_interleave(tokens).to(received.device)
@@ -156,7 +163,6 @@ def can_recompute(model: BlockModel | CheckpointModel) -> bool:
 
 
 def check_can_recompute(model: BlockModel | CheckpointModel) -> None:
-    """Raise ``UnsupportedModelError`` if a model cannot recompute tokens."""
     if model.profile.has_states:
         raise UnsupportedModelError(
             f"{model.name} cannot recompute tokens, because the state layers of hybrid models "
@@ -179,11 +185,10 @@ def attention_to_context(
     layers: Collection[int] | None = None,
 ) -> Tensor:
     """Measure the attention of the final block to each context token: ``[tokens]`` float32, summed
-    over layers, and averaged over heads and the final block's tokens.
+    over layers (default: ``measured_layers``), and averaged over heads and the final block's
+    tokens.
 
-    Args:
-        cache: A copied cache of the context that keeps all tokens. It is unchanged afterwards.
-        layers: Indices of the layers to measure. Default: ``measured_layers``.
+    ``cache``: A copied cache of the context that keeps all tokens. It is unchanged afterwards.
     """
     if cache is None:
         cache = _copied(model, context)
@@ -202,22 +207,13 @@ def attention_to_context(
 
 def measured_layers(windows: Mapping[int, int | None]) -> list[int]:
     """The last third of the layers without sliding windows, because most passages lie outside a
-    window. If all layers have windows, the last third of all layers.
-
-    Args:
-        windows: Sliding window of each layer.
-    """
+    window. If all layers have windows, the last third of all layers."""
     layers = [layer for layer, window in windows.items() if window is None] or [*windows]
     return layers[2 * len(layers) // 3 :]
 
 
 class _ReplacingLayer(DynamicLayer):
-    """Cache layer in which a forward pass replaces the keys and values of some tokens.
-
-    Args:
-        layer: Layer whose tensors are changed.
-        places: Indices of the tokens.
-    """
+    """Cache layer in which a forward pass replaces the keys and values at ``places``."""
 
     def __init__(self, layer: DynamicLayer, places: Tensor) -> None:
         assert layer.keys is not None
@@ -233,27 +229,3 @@ class _ReplacingLayer(DynamicLayer):
         self.keys.index_copy_(2, self._places, key_states)
         self.values.index_copy_(2, self._places, value_states)
         return self.keys, self.values
-
-
-def _compute(
-    model: BlockModel, context: Context, cache: ContextCache, chosen: Sequence[int]
-) -> None:
-    """Recompute the chosen tokens with full attention, and replace their keys and values."""
-    ids = context.token_ids
-    places = torch.tensor(chosen, device=model.device)
-    layers: Any = cache.layers
-    kinds = model.profile.kinds
-    cache.layers = [
-        _ReplacingLayer(layer, places) if kind.stores else layer
-        for layer, kind in zip(layers, kinds, strict=True)
-    ]
-    windows, has_kernel = layer_windows(kinds), model.has_causal_kernel
-    cache.attention = ChosenAttention(chosen, places, windows, has_causal_kernel=has_kernel)
-    with torch.inference_mode(), isolated_caches():
-        model.hf_model(
-            input_ids=torch.tensor([[ids[place] for place in chosen]], device=model.device),
-            position_ids=places[None],
-            past_key_values=cache,
-            use_cache=True,
-            **logits_to_keep(model.hf_model),
-        )

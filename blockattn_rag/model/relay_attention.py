@@ -11,7 +11,6 @@ import logging
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 
 from blockattn_rag.attention.device_relay import DeviceRelay
 from blockattn_rag.attention.kernels import AttentionInputs, attend_causal, takes_flash
+from blockattn_rag.attention.latent import LatentMap
 from blockattn_rag.attention.relay import JoinLimits, LayerReads, RelayPlan
 from blockattn_rag.kv.context import Context, place
 from blockattn_rag.kv.rope import relative_error
@@ -42,14 +42,18 @@ from blockattn_rag.model.encoding import EncodeRequest, encode_batch, logits_to_
 from blockattn_rag.model.graphs import GraphRunner
 from blockattn_rag.model.kinds import (
     PLAIN,
+    LayerKind,
     SeenAttention,
+    in_order,
     new_cache,
     own_attention,
     seen_attention,
+    storing,
 )
 from blockattn_rag.model.probe import (
     LOGITS,
     AttentionProfile,
+    check_ready,
     probe_cache,
     vocabulary_size,
 )
@@ -139,7 +143,7 @@ def tail_mask(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
     if rows == 1:
         return None
     seen = torch.ones(rows, columns, dtype=torch.bool, device=query.device)
-    return seen.tril(columns - rows)[None, None].expand(query.shape[0], 1, rows, columns)
+    return seen.tril(columns - rows).expand(query.shape[0], 1, rows, columns)
 
 
 def last_logits(
@@ -171,6 +175,60 @@ def last_logits(
     return out.logits[0, -count:]
 
 
+def layer_windows(kinds: Sequence[LayerKind]) -> dict[int, int | None]:
+    """Sliding window of each layer with attention, in tokens. None: no window."""
+    return {layer: window for layer, (_, window, _) in _reads(kinds, {}).items()}
+
+
+def _reads(kinds: Sequence[LayerKind], latents: Mapping[int, LatentMap]) -> dict[int, LayerReads]:
+    """Block tensors that each layer reads, for layers that attend to keys and values or known
+    latents."""
+    places = {layer: place for place, layer in enumerate(storing(kinds))}
+    reads = {}
+    for index, kind in enumerate(kinds):
+        source = index if kind.source is None else kind.source
+        if kinds[source].is_attention or source in latents:
+            window = kinds[source].window
+            reads[index] = LayerReads(places[source], window, latents.get(source))
+    return reads
+
+
+def measured_reads(hf_model: PreTrainedModel, profile: AttentionProfile) -> dict[int, LayerReads]:
+    """Block tensors that each layer reads, by layer index. Omits layers without attention, and
+    layers that relay attention does not support.
+
+    The linear maps of latent layers are measured by passing unit vectors through them.
+    """
+    kinds = profile.kinds
+    outlines = dict(zip(storing(kinds), profile.layer_outlines, strict=True))
+    ranks = {
+        index: latents.size
+        for index, (_, latents) in outlines.items()
+        if kinds[index].attention == "latent" and not kinds[index].has_state
+    }
+    if not ranks:
+        return _reads(kinds, {})
+    check_ready(hf_model)
+    cache, tokens = new_cache(hf_model.config), max(ranks.values())
+    for index, outline in outlines.items():
+        keys, values = (
+            torch.zeros(1, heads, tokens, size, dtype=dtype, device=hf_model.device)
+            for heads, size, dtype in outline
+        )
+        if index in ranks:
+            values.diagonal(dim1=2, dim2=3).fill_(1)
+        cache.update(*in_order(kinds[index], keys, values), index)
+    with seen_attention(hf_model) as seen:
+        last_logits(hf_model, torch.zeros(1, 1, dtype=torch.long), cache, 1)
+    maps = {}
+    for index, rank in ranks.items():
+        if index in seen:
+            rotary = outlines[index][0].size
+            keys, values = (states[0, :, :rank] for states in seen[index][:2])
+            maps[index] = LatentMap(keys[..., :-rotary].clone(), values.clone())
+    return _reads(kinds, maps)
+
+
 def relay_is_exact(
     hf_model: PreTrainedModel, profile: AttentionProfile, reads: Mapping[int, LayerReads]
 ) -> bool:
@@ -178,8 +236,6 @@ def relay_is_exact(
 
     Returns False without a test for models with layers, masks, soft caps or attention sinks that
     relay attention does not support, because a short probe might not reveal the difference.
-
-    Raises the same errors as ``check_ready``.
     """
     kinds = profile.kinds
     if not all(index in reads or kind.attention == "none" for index, kind in enumerate(kinds)):
@@ -195,14 +251,13 @@ def relay_is_exact(
     if _settings(hf_model) - {name for one in seen.values() for name in one.settings}:
         return False
     enable_relay(hf_model)
-    context, final = _probe(hf_model, profile)
-    # Disable joining, so that these small blocks are read one by one.
-    joins = JoinLimits(prefill_tokens=0, decode_tokens=0)
 
-    def relay() -> ContextCache:
+    def cache_for(context: Context) -> ContextCache:
+        # Disable joining, so that these small blocks are read one by one.
+        joins = JoinLimits(prefill_tokens=0, decode_tokens=0)
         return relay_cache(hf_model, [context], profile, reads, joins)
 
-    return _equals_copies(hf_model, profile, context, final, relay)
+    return _equals_copies(hf_model, profile, cache_for)
 
 
 def _settings(hf_model: PreTrainedModel) -> set[str]:
@@ -235,10 +290,7 @@ def relay_cache(
     reads: Mapping[int, LayerReads],
     joins: JoinLimits | None = None,
 ) -> RelayCache:
-    """Create a cache that reads the contexts' blocks in place. States are not set.
-
-    ``reads``: The result of ``measured_reads``.
-    """
+    """Create a cache that reads the contexts' blocks in place. States are not set."""
     plan = RelayPlan(contexts, profile.layouts, hf_model.device, joins=joins, layers=reads)
     return RelayCache(plan, new_cache(hf_model.config).layers, profile.kinds)
 
@@ -261,17 +313,16 @@ def graph_runner(hf_model: PreTrainedModel, profile: AttentionProfile) -> GraphR
     # These lengths fill complete tiles of the kernel.
     sizes = (7, 300, 70) if profile.max_context_tokens > 512 else (7, 7, 7)
     try:
-        for seed in range(2):  # The second run replays the graphs of the first run.
-            context, final = _probe(hf_model, profile, sizes, seed)
-            cache = partial(runner.cache_for, context)
-            if not _equals_copies(hf_model, profile, context, final, cache):
-                return None
+        # The second run replays the graphs of the first run.
+        is_exact = all(
+            _equals_copies(hf_model, profile, runner.cache_for, sizes, seed) for seed in range(2)
+        )
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # noqa: BLE001 -- Triton raises compiler errors
         _logger.warning("Single requests will copy blocks, because Triton failed: %s", error)
         return None
-    return runner
+    return runner if is_exact else None
 
 
 def causal_is_exact(hf_model: PreTrainedModel, profile: AttentionProfile) -> bool:
@@ -284,15 +335,14 @@ def causal_is_exact(hf_model: PreTrainedModel, profile: AttentionProfile) -> boo
         return False
     if not is_plain(hf_model, profile):
         return False
-    context, final = _probe(hf_model, profile)
 
-    def causal() -> ContextCache:
+    def cache_for(context: Context) -> ContextCache:
         cache = copied_cache(hf_model.config, [context], profile.layouts, profile.kinds)
         cache.attention = CausalAttention()
         return cache
 
     try:
-        return _equals_copies(hf_model, profile, context, final, causal)
+        return _equals_copies(hf_model, profile, cache_for)
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:  # This GPU or PyTorch lacks the kernel.
@@ -300,32 +350,24 @@ def causal_is_exact(hf_model: PreTrainedModel, profile: AttentionProfile) -> boo
         return False
 
 
-def _probe(
+def _equals_copies(
     hf_model: PreTrainedModel,
     profile: AttentionProfile,
+    cache_for: Callable[[Context], ContextCache | None],
     sizes: tuple[int, int, int] = (7, 7, 7),
     seed: int = 2,
-) -> tuple[Context, Tensor]:
-    """Create a context of two blocks, and a final block ``[1, n]``."""
+) -> bool:
+    """Whether the caches give the same logits as the model's own attention over copied blocks, for
+    two random blocks and a final block of these sizes."""
     generator = torch.Generator().manual_seed(seed)
     vocabulary = vocabulary_size(hf_model)
     *blocks, final = (torch.randint(vocabulary, (n,), generator=generator) for n in sizes)
     requests = [EncodeRequest(ids.tolist(), str(index), "") for index, ids in enumerate(blocks)]
-    return place(encode_batch(hf_model, requests, "", profile)), final[None]
-
-
-def _equals_copies(
-    hf_model: PreTrainedModel,
-    profile: AttentionProfile,
-    context: Context,
-    final: Tensor,
-    cache: Callable[[], ContextCache | None],
-) -> bool:
-    """Whether new caches give the same logits as the model's own attention over copied blocks."""
-    for tokens in sorted({final.shape[1], 7, 1}, reverse=True):  # Lengths of prefill and decoding.
+    context = place(encode_batch(hf_model, requests, "", profile))
+    for tokens in sorted({len(final), 7, 1}, reverse=True):  # Lengths of prefill and decoding.
         copied = copied_cache(hf_model.config, [context], profile.layouts, profile.kinds)
-        expected = last_logits(hf_model, final[:, :tokens], copied, 1)
-        found = last_logits(hf_model, final[:, :tokens], cache(), 1)
+        expected = last_logits(hf_model, final[None, :tokens], copied, 1)
+        found = last_logits(hf_model, final[None, :tokens], cache_for(context), 1)
         if relative_error(found.float(), expected.float()) > LOGITS[hf_model.dtype]:
             return False
     return True

@@ -1,39 +1,10 @@
 """Loop detection: ends answers that repeat themselves.
 
-With greedy decoding, a small model may repeat the same words until the token limit. The following
-rules apply in block and full mode, with batching and streaming.
-
-An answer repeats itself if it ends with consecutive copies of a unit of at most ``LONGEST_UNIT``
-tokens. The number of copies required depends on the unit:
-
-- Prose consists mostly of sentences, meaning words next to words (``is_prose``). It needs
-  ``TEXT_COPIES`` copies that fill ``TEXT_TOKENS`` tokens of free text, or ``STRING_COPIES`` copies
-  that fill ``STRING_TOKENS`` tokens of a JSON string. The copies must also fill ``CHARACTERS``
-  characters per required token.
-- Words without a sentence, such as ``the`` or ``Berlin,``, are treated like prose, but need
-  ``TEXT_WORD_COPIES`` or ``STRING_WORD_COPIES`` copies (``is_words``).
-- Other text with words, such as table rows, lines of code and constants, often repeats
-  legitimately. It needs ``DATA_COPIES`` copies that fill ``DATA_TOKENS`` tokens.
-- Text without words never counts as repetition: numbers (including ``0x00`` and ``0.0f``),
-  horizontal rules, blanks, empty cells.
-
-What happens depends on where the repetition occurs:
-
-- Free text ends at the repetition.
-- With a grammar, a JSON string that repeats itself is closed: only closing tokens are allowed, as
-  soon as the schema allows one. Later strings in the answer are closed sooner, once their last
-  ``LATER_TOKENS`` tokens continue the same loop.
-- Text around JSON, which structural tags and grammars with ``%json`` allow, counts as free text:
-  the answer must end as soon as the grammar allows it. In this text, JSON begins at ``{`` or ``[``,
-  and ends at the matching bracket, or at a character that is invalid in JSON. A string outside
-  brackets is text.
-- Everywhere else, only the grammar applies.
-
-``finish_reason`` is ``"repetition"`` in all cases, unless the answer is cut off later. The repeated
-text stays in the answer.
-
-The guard is only active for greedy decoding without beams and without extra arguments for
-transformers' ``generate``. Even an explicit ``do_sample=False`` disables it.
+With greedy decoding, a small model may repeat the same words until the token limit. An answer
+repeats itself if it ends with consecutive copies of a unit of at most ``LONGEST_UNIT`` tokens. How
+many copies are required depends on whether the unit is prose (``is_prose``), words without a
+sentence (``is_words``), other text with words, or text without words, which never counts. The page
+*Settings* of the documentation lists the rules, and what happens to the answer.
 """
 
 from __future__ import annotations
@@ -59,21 +30,16 @@ CHARACTERS = 3
 """Minimum characters of the copies of prose for each of these tokens. This limit matters in
 languages that the tokenizer splits into characters or bytes."""
 
-TEXT_COPIES = 5
+TEXT_COPIES, STRING_COPIES = 5, 2
 """Number of copies of prose that count as a loop in free text, where a refrain or a letter may
-occur a few times."""
-
-STRING_COPIES = 2
-"""Number of copies of prose that count as a loop in a JSON string."""
+occur a few times, and in a JSON string."""
 
 TEXT_WORD_COPIES, STRING_WORD_COPIES = 64, 32
 """Number of copies of words without a sentence that count as a loop in free text, and in JSON."""
 
-DATA_TOKENS = 2048
-"""Minimum total tokens of the copies of other text."""
-
-DATA_COPIES = 512
-"""Number of copies of other text that count as a loop."""
+DATA_COPIES, DATA_TOKENS = 512, 2048
+"""Number of copies of other text that count as a loop, and their minimum total tokens. Table rows,
+lines of code and constants often repeat legitimately."""
 
 LATER_TOKENS = 16
 """Number of tokens of a known loop that close a later JSON string. Common phrases are shorter."""
@@ -161,8 +127,6 @@ def _words(text: str) -> list[str]:
 class Repetition:
     """Detects repeated units at the end of a text.
 
-    Compares each new token with the last ``LONGEST_UNIT`` tokens.
-
     Args:
         least_tokens: Minimum total number of tokens in the copies of prose.
         copies: Minimum number of copies of prose.
@@ -200,11 +164,9 @@ class Repetition:
 class JsonStrings:
     """Tracks repetition in the JSON strings of an answer, and in the text around the JSON.
 
-    Args:
-        among_text: Whether text may surround the JSON.
-
-    Attributes:
-        has_loop: Whether a string, or the text around the JSON, has repeated itself.
+    With ``among_text``, JSON begins at ``{`` or ``[``, and ends at the matching bracket, or at a
+    character that is invalid in JSON. A string outside brackets is text. ``has_loop``: Whether a
+    string, or the text around the JSON, has repeated itself.
     """
 
     def __init__(self, decode: Decode, *, among_text: bool = False) -> None:
@@ -248,7 +210,6 @@ class JsonStrings:
             self.push(token)
 
     def push(self, token: int) -> None:
-        """Process the next token."""
         self._ids.append(token)
         borders = [self._reads_border(character) for character in self._decode([token])]
         if any(borders):
@@ -285,7 +246,6 @@ class JsonStrings:
         self._has_data = self._depth > 0 and (self._has_data or inside)
 
     def _take(self, token: int) -> None:
-        """Process a token inside a string."""
         self._string.append(token)
         if unit := self._repetition.push(token):
             loop = unit * (2 + LATER_TOKENS // len(unit))
@@ -312,23 +272,11 @@ class Matching(Protocol):
 class LoopEndingMatcher:
     """Matcher that ends JSON strings and text that repeat themselves.
 
-    Args:
-        quotes: Tokens that begin with a quotation mark.
-        among_text: Whether text may surround the JSON.
+    ``quotes``: Tokens that begin with a quotation mark.
     """
 
-    def __init__(
-        self,
-        matcher: Matching,
-        decode: Decode,
-        quotes: NDArray[np.int_],
-        *,
-        among_text: bool = False,
-    ) -> None:
-        self._matcher = matcher
-        self._decode = decode
-        self._quotes = quotes
-        self._strings = JsonStrings(decode, among_text=among_text)
+    def __init__(self, matcher: Matching, strings: JsonStrings, quotes: NDArray[np.int_]) -> None:
+        self._matcher, self._strings, self._quotes = matcher, strings, quotes
 
     def follow(self, ids: Sequence[int]) -> bool:
         self._strings.follow(ids)
@@ -348,20 +296,12 @@ class LoopEndingMatcher:
 
 
 class LoopGuard:
-    """Detects loops in one answer, token by token.
-
-    Args:
-        grammar: Grammar of the answer. None: the answer is free text.
-
-    Attributes:
-        has_loop: Whether the answer has repeated itself.
-    """
+    """Detects loops in one answer, token by token. Without a grammar, the answer is free text."""
 
     def __init__(self, decode: Decode, grammar: Grammar | None) -> None:
         self._text = Repetition(decode, *_IN_TEXT) if grammar is None else None
-        self._strings = None
-        if holds_json(grammar):
-            self._strings = JsonStrings(decode, among_text=has_text(grammar))
+        has_json, among_text = holds_json(grammar), has_text(grammar)
+        self._strings = JsonStrings(decode, among_text=among_text) if has_json else None
         self.has_loop = False
 
     @property
@@ -370,7 +310,6 @@ class LoopGuard:
         return self.has_loop and self._text is not None
 
     def push(self, token: int) -> None:
-        """Process the next token."""
         if self._text is not None:
             self.has_loop |= bool(self._text.push(token))
         if self._strings is not None:
@@ -379,12 +318,9 @@ class LoopGuard:
 
 
 def holds_json(grammar: Grammar | None) -> bool:
-    """Whether a grammar's answers are, or contain, JSON."""
-    if grammar is None:
-        return False
-    if grammar.kind == "grammar":
+    if grammar is not None and grammar.kind == "grammar":
         return "%json" in grammar.text
-    return grammar.kind in ("json", "json_object", "structural_tag")
+    return grammar is not None and grammar.kind in ("json", "json_object", "structural_tag")
 
 
 def has_text(grammar: Grammar | None) -> bool:

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any
 
-from blockattn_rag.errors import ContextOverflowError
 from blockattn_rag.output.grammar import Grammar
 
 # Arguments of transformers' `generate` that are reserved for the engine.
@@ -55,21 +54,6 @@ class Sampling:
                 f"{', '.join(sorted(owned))} cannot be set: the engine sets the model's inputs and "
                 "cache, and generates one answer per prompt"
             )
-
-
-def room_for(prompt_tokens: int, max_context_tokens: int) -> int:
-    """Number of tokens that fit in the context window after a prompt.
-
-    Raises:
-        ContextOverflowError: The prompt leaves no room for an answer.
-    """
-    room = max_context_tokens - prompt_tokens
-    if room < 1:
-        raise ContextOverflowError(
-            f"The prompt has {prompt_tokens} tokens, but the model accepts at most "
-            f"{max_context_tokens}, including the answer: retrieve fewer or shorter passages"
-        )
-    return room
 
 
 def _is_whole(value: Any, least: int) -> bool:

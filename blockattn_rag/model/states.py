@@ -31,11 +31,7 @@ _FIELDS = (*vars(LinearAttentionLayer()),)
 
 
 class HeadStates:
-    """Cache of the states after the heads of recent prompts. Callers must hold the model's lock.
-
-    Args:
-        kinds: Kinds of the model's layers.
-    """
+    """Cache of the states after the heads of recent prompts. Callers must hold the model's lock."""
 
     def __init__(self, hf_model: PreTrainedModel, kinds: Sequence[LayerKind]) -> None:
         self._hf_model = hf_model
@@ -44,17 +40,27 @@ class HeadStates:
 
     @cached_property
     def _takes_several_tokens(self) -> bool:
-        """Whether a forward pass of several tokens continues from a cache's states, tested once."""
-        return takes_several_tokens(self._hf_model, self._indices[-1])
+        """Whether a forward pass of several tokens continues from a cache's states.
+
+        Some transformers models only use the state in forward passes of one token. The test
+        replaces the state: if the logits change, the state is used. One layer is tested, because
+        all state layers of a model work alike.
+        """
+        layer, names = self._indices[-1], ("conv_states", "recurrent_states")
+        one, several = (
+            all(_is_used(self._hf_model, layer, name, tokens) for name in names)
+            for tokens in (1, 2)
+        )
+        if not one:
+            reason = f"later tokens do not continue from the state of layer {layer}"
+            raise refusal(self._hf_model, reason)
+        return several
 
     def __len__(self) -> int:
         return len(self._kept)
 
     def start(self, cache: ContextCache, head_ids: Sequence[int]) -> None:
-        """Initialize a cache with copies of the states after a head.
-
-        Raises the same errors as ``check_ready``.
-        """
+        """Initialize a cache with copies of the states after a head."""
         head = tuple(head_ids)
         if head not in self._kept:
             self._kept[head] = self._computed(head)
@@ -85,31 +91,10 @@ class HeadStates:
 
     def _size(self) -> int:
         layers = (layer for states in self._kept.values() for layer in states)
-        return sum(
-            state.nbytes for layer in layers for state in states_of(layer) if state is not None
-        )
+        return sum(state.nbytes for layer in layers for state in states_of(layer))
 
 
 @torch.inference_mode()
-def takes_several_tokens(hf_model: PreTrainedModel, layer: int) -> bool:
-    """Whether a forward pass of several tokens continues from a state layer's cached state.
-
-    Some transformers models only use the state in forward passes of one token. The test replaces
-    the state: if the logits change, the state is used. One layer is tested, because all state
-    layers of a model work alike.
-
-    Raises:
-        UnsupportedModelError: even a forward pass of one token does not continue from the state.
-    """
-    one, several = (
-        all(_is_used(hf_model, layer, name, tokens) for name in ("conv_states", "recurrent_states"))
-        for tokens in (1, 2)
-    )
-    if not one:
-        raise refusal(hf_model, f"later tokens do not continue from the state of layer {layer}")
-    return several
-
-
 def _is_used(hf_model: PreTrainedModel, layer: int, name: str, tokens: int) -> bool:
     """Whether a state affects the logits of the next tokens. True if the layer has not set it."""
     logits = []

@@ -36,12 +36,8 @@ class WeightFile:
 
     Args:
         path: Resolved path, so that hub snapshots with links to the same file share its digest.
-        size: Size in bytes.
-        mtime_ns: Time of the last content change, in nanoseconds.
-        ctime_ns: Time of the last change to content, name, mode or links, in nanoseconds. Ignored
-            in comparisons.
+        ctime_ns: Time of the last change to content, name, mode or links. Ignored in comparisons.
         inode: Inode number. A file that replaces another has a different one.
-        device: Device number.
     """
 
     path: Path
@@ -67,15 +63,17 @@ class WeightFile:
             ChangedFileError: The file has changed.
             OSError: The file cannot be read.
         """
-        place = _place(self.path)
-        if place is None:
+        try:
+            folder = state_folder() / "digests"
+        except RuntimeError:  # The user has no cache folder.
             return self._computed()
+        place = folder / f"{hashlib.sha256(os.fsencode(self.path)).hexdigest()[:32]}.json"
         key = {**asdict(self), "path": str(self.path)}
         if (digest := _kept(place, key)) is not None:
             return digest
         with ExitStack() as stack:
             try:
-                place.parent.mkdir(parents=True, exist_ok=True)
+                folder.mkdir(parents=True, exist_ok=True)
                 lock = place.with_suffix(".lock")
                 stack.enter_context(locked(lock, timeout_s=_LOCK_TIMEOUT_S))
             except OSError as error:
@@ -109,15 +107,9 @@ class WeightFile:
 
 @dataclass(frozen=True, slots=True)
 class WeightFiles:
-    """Snapshot of all weight files of a checkpoint.
+    """Snapshot of all weight files of a checkpoint, in the order of their names.
 
-    Args:
-        source: Folder or hub id.
-        commit: Hub commit. None for a folder.
-        folder: Folder that contains the files, or links to them.
-        names: File names in the checkpoint.
-        files: The files, in the order of their names.
-        index: Index that lists the weight files. None if all weights are in one file.
+    ``folder`` contains the files, or links to them. ``index``: None if all weights are in one file.
     """
 
     source: str
@@ -129,14 +121,10 @@ class WeightFiles:
 
     @classmethod
     def of(cls, source: str, commit: str | None = None) -> WeightFiles | None:
-        """Find the files that transformers loads from a folder or from the hub.
+        """Find the files that transformers loads from a folder, or from the hub at a commit
+        (default: the newest). Returns None if the checkpoint has its weights in other files.
 
-        Args:
-            source: Folder or hub id. Hub files that are not in the local cache are downloaded.
-            commit: Hub commit. Default: the newest.
-
-        Returns:
-            The files. None if the checkpoint has its weights in other files.
+        Hub files that are not in the local cache are downloaded.
 
         Raises:
             OSError: A file cannot be read or downloaded.
@@ -165,14 +153,10 @@ class WeightFiles:
             return False
 
     def digests(self) -> list[str]:
-        """xxh3-128 of each file, sorted so that file names do not matter.
+        """``WeightFile.digest`` of each file, sorted so that file names do not matter.
 
         xxh3 is fast but not cryptographic. It protects against mistakes, not against attackers, who
         could replace the model itself.
-
-        Raises:
-            ChangedFileError: A file has changed.
-            OSError: A file cannot be read.
         """
         with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:
             return sorted(pool.map(WeightFile.digest, self.files))
@@ -190,21 +174,11 @@ def _file(source: str, name: str, commit: str | None, *, required: bool = False)
 
 
 def _shards(index: Path) -> tuple[str, ...]:
-    """File names of a sharded checkpoint's weights."""
     try:
         shards: dict[str, str] = json.loads(index.read_bytes())["weight_map"]
         return tuple(sorted({str(name) for name in shards.values()}))
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"{index} is damaged: expected an object 'weight_map'") from error
-
-
-def _place(path: Path) -> Path | None:
-    """Path of a weight file's cached digest. None: the user has no cache folder."""
-    try:
-        folder = state_folder()
-    except RuntimeError:
-        return None
-    return folder / "digests" / f"{hashlib.sha256(os.fsencode(path)).hexdigest()[:32]}.json"
 
 
 def _kept(place: Path, key: dict[str, object]) -> str | None:

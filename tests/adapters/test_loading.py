@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from blockattn_rag.model import block_model, context_model, relay_attention
+from blockattn_rag.model import block_model, relay_attention
 from blockattn_rag.prompts.markers import wrap
 from blockattn_rag.store import DirectoryStore, MemoryStore
 from tests.adapters.frameworks import EACH, Framework
@@ -50,7 +50,7 @@ def test_the_first_question_does_not_measure_the_model(
         monkeypatch.setattr(relay_attention, name, refuse)
     for name in ("fingerprint_of", "AnswerRules"):
         monkeypatch.setattr(block_model, name, refuse)
-    monkeypatch.setattr(context_model, "profile_attention", refuse)
+    monkeypatch.setattr(block_model, "profile_attention", refuse)
     question = "".join(map(wrap, TEXTS)) + "Which is deep?"
     reuse = framework.ask(chat, "whole", question).reuse
     assert reuse["reused_tokens"] > 0

@@ -1,4 +1,4 @@
-"""Relay attention over int8 blocks, and over batches that mix precisions."""
+"""Attention over int8 blocks: memory, segments, and rounding of copied keys."""
 
 from __future__ import annotations
 
@@ -10,69 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from blockattn_rag.attention.kernels import AttentionInputs
 from blockattn_rag.attention.segments import Segment, segments_of
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.kv.context import Context, assemble, place
 from blockattn_rag.kv.rope import NO_ROTATION, RotaryLayout, rotate
-from tests.attention.test_kernels import KV_HEADS, SIZE, random
-from tests.attention.test_relay import (
-    HEADS,
-    LAYOUT,
-    ORDERS,
-    OTHER_LAYOUTS,
-    RELAY_BUDGET,
-    blocks_of,
-    by_moving_the_keys,
-    relay_plan,
-)
+from tests.attention.test_relay import LAYOUT, OTHER_LAYOUTS, blocks_of, inputs_of, relay_plan
 
 pytestmark = pytest.mark.usefixtures("device", "no_gradients")
-
-LENGTHS = [40, 1, 17, 60]
-
-
-def plain(kv: BlockKV) -> BlockKV:
-    """Return the dequantized block."""
-    keys, values = zip(*(kv.states(layer) for layer in range(kv.num_layers)), strict=True)
-    return replace(kv, keys=keys, values=values, scales=None)
-
-
-def mixed(lengths: list[int]) -> list[BlockKV]:
-    """Return blocks of which every other one, starting with the first, is quantized."""
-    return [kv if i % 2 else kv.quantized() for i, kv in enumerate(blocks_of(lengths))]
-
-
-@pytest.mark.parametrize("orders", ORDERS.values(), ids=ORDERS)
-@pytest.mark.parametrize("joined", [0, 50], ids=["one by one", "joined"])
-@pytest.mark.parametrize("tokens", [1, 6])
-def test_int8_and_float_share_a_batch(tokens: int, joined: int, orders: list[list[int]]) -> None:
-    blocks = mixed(LENGTHS)
-    contexts = [place([blocks[i] for i in order]) for order in orders]
-    query = random(len(orders), HEADS, tokens, SIZE, seed=7)
-    tail_key = random(len(orders), KV_HEADS, tokens, SIZE, seed=8)
-    tail_value = random(len(orders), KV_HEADS, tokens, SIZE, seed=9)
-    plan = relay_plan(contexts, [LAYOUT, LAYOUT], joined)
-    found = plan.attend(1, AttentionInputs(query, tail_key, tail_value, 0.25))
-    for row, order in enumerate(orders):
-        same = place([plain(blocks[i]) for i in order])
-        tail = tail_key[row], tail_value[row]
-        expected = by_moving_the_keys(query[row], same, tail, None, 1, LAYOUT)
-        assert (found[row] - expected).abs().max() <= RELAY_BUDGET
-
-
-@pytest.mark.parametrize("layout", [LAYOUT, *OTHER_LAYOUTS.values()], ids=["half", *OTHER_LAYOUTS])
-def test_a_generated_token_attends_to_each_int8_block(layout: RotaryLayout) -> None:
-    blocks = mixed(LENGTHS)
-    query = random(1, HEADS, 1, SIZE, seed=7)
-    tail = random(1, KV_HEADS, 5, SIZE, seed=8), random(1, KV_HEADS, 5, SIZE, seed=9)
-    same = place([plain(kv) for kv in blocks])
-    expected = by_moving_the_keys(query[0], same, (tail[0][0], tail[1][0]), None, 0, layout)
-    for joins in (0, 99):  # without and with joining, which dequantizes blocks
-        found = relay_plan([place(blocks)], [layout], joins).attend(
-            0, AttentionInputs(query, *tail, 0.25)
-        )
-        assert (found[0] - expected).abs().max() <= RELAY_BUDGET
 
 
 def test_blocks_are_not_dequantized_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,9 +37,7 @@ def test_blocks_are_not_dequantized_all_at_once(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(Segment, "states", watched)
     context = place([kv.quantized() for kv in blocks_of([40] * 8)])
-    tail = random(1, KV_HEADS, 6, SIZE, seed=8)
-    plan = relay_plan([context], [LAYOUT], 0)
-    plan.attend(0, AttentionInputs(random(1, HEADS, 6, SIZE), tail, tail, 0.25))
+    relay_plan([context], [LAYOUT], 0).attend(0, inputs_of(1, 6, 6))
     assert len(alive) == 8
     assert max(alive) <= 2
 

@@ -21,7 +21,7 @@ from blockattn_rag.attention.merge import Partial
 from blockattn_rag.attention.relay import ACCELERATOR_JOINS, CPU_JOINS, JoinLimits, RelayPlan
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.kv.context import Context, place
-from blockattn_rag.kv.rope import NO_ROTATION, RotaryLayout, rotate, shift_positions
+from blockattn_rag.kv.rope import NO_ROTATION, RotaryLayout, shift_positions
 from tests.attention.test_kernels import KV_HEADS, SIZE, bounds, budget, exact, random
 
 HEADS = 6
@@ -72,9 +72,14 @@ def by_moving_the_keys(
     scale: float = 0.25,
 ) -> Tensor:
     """Float64 reference attention of one request: keys moved and concatenated, heads repeated."""
-    keys = [shift_positions(b.kv.keys[layer].double(), b.shift, layout) for b in context.blocks]
-    key = torch.cat([*keys, tail[0].double()], dim=1)
-    value = torch.cat([*(b.kv.values[layer] for b in context.blocks), tail[1]], dim=1)
+    states = [b.kv.states(layer) for b in context.blocks]
+    shifts = [b.shift for b in context.blocks]
+    moved = [
+        shift_positions(keys.double(), n, layout)
+        for (keys, _), n in zip(states, shifts, strict=True)
+    ]
+    key = torch.cat([*moved, tail[0].double()], dim=1)
+    value = torch.cat([*(values for _, values in states), tail[1]], dim=1)
     groups = len(query) // KV_HEADS
     seen = None
     if mask is not None:
@@ -95,64 +100,59 @@ ORDERS = {
 }
 
 
-@pytest.mark.parametrize("orders", ORDERS.values(), ids=ORDERS)
-@pytest.mark.parametrize("layout", [LAYOUT, NO_ROTATION], ids=["rotary", "nope"])
-@pytest.mark.parametrize("tokens", [1, 6])
-def test_query_shift_is_exact(layout: RotaryLayout, tokens: int, orders: list[list[int]]) -> None:
-    blocks = blocks_of([40, 1, 17, 60])
-    contexts = [place([blocks[i] for i in order]) for order in orders]
-    query = random(len(orders), HEADS, tokens, SIZE, seed=7)
-    tail_key = random(len(orders), KV_HEADS, tokens, SIZE, seed=8)
-    tail_value = random(len(orders), KV_HEADS, tokens, SIZE, seed=9)
-    mask = torch.ones(tokens, tokens, dtype=torch.bool).tril()[None, None]
-    plan = relay_plan(contexts, [layout, layout])
-    masks = mask.expand(len(orders), -1, -1, -1)
-    found = plan.attend(1, AttentionInputs(query, tail_key, tail_value, 0.25, masks))
+def inputs_of(
+    requests: int, tokens: int, tail_tokens: int, mask: Tensor | None = None, spread: float = 1.0
+) -> AttentionInputs:
+    """Random queries, tail keys and tail values. ``mask``: ``[tokens, tail tokens]``."""
+    query = spread * random(requests, HEADS, tokens, SIZE, seed=7)
+    key, value = (random(requests, KV_HEADS, tail_tokens, SIZE, seed=seed) for seed in (8, 9))
+    seen = None if mask is None else mask[None, None].expand(requests, -1, -1, -1)
+    return AttentionInputs(query, key, value, 0.25, seen)
+
+
+def error_of(
+    plan: RelayPlan,
+    contexts: list[Context],
+    inputs: AttentionInputs,
+    layout: RotaryLayout = LAYOUT,
+    layer: int = 0,
+) -> float:
+    """Maximum error over all rows. ``contexts``: The context of each row."""
+    query, key, value, scale, mask, *_ = inputs
+    found = plan.attend(layer, inputs)
+    errors = []
     for row, context in enumerate(contexts):
-        tail = tail_key[row], tail_value[row]
-        expected = by_moving_the_keys(query[row], context, tail, mask[0], 1, layout)
-        assert (found[row] - expected).abs().max() <= RELAY_BUDGET
+        seen = None if mask is None else mask[row]
+        states = query[row], context, (key[row], value[row])
+        expected = by_moving_the_keys(*states, seen, layer, layout, scale)
+        errors.append(float((found[row] - expected).abs().max()))
+    return max(errors)
+
+
+@pytest.mark.parametrize("orders", [*ORDERS.values(), [[]]], ids=[*ORDERS, "no context"])
+@pytest.mark.parametrize("layout", [LAYOUT, *OTHER_LAYOUTS.values()], ids=["half", *OTHER_LAYOUTS])
+@pytest.mark.parametrize("joined", [0, 50], ids=["one by one", "joined"])
+@pytest.mark.parametrize("is_mixed", [False, True], ids=["float", "int8 and float"])
+def test_relay_attention_equals_attention_to_moved_keys(
+    is_mixed: bool, joined: int, layout: RotaryLayout, orders: list[list[int]]
+) -> None:
+    blocks = blocks_of([40, 1, 17, 60])
+    if is_mixed:
+        blocks = [kv if i % 2 else kv.quantized() for i, kv in enumerate(blocks)]
+    contexts = [place([blocks[i] for i in order]) for order in orders]
+    plan = relay_plan(contexts, [layout, NO_ROTATION], joined)
+    # One plan serves a question and the tokens of its answer.
+    for tokens, is_masked in ((1, False), (6, True), (1, True), (6, False)):
+        mask = torch.ones(tokens, 6, dtype=torch.bool).tril(6 - tokens) if is_masked else None
+        inputs = inputs_of(len(orders), tokens, 6, mask)
+        for layer, own in enumerate((layout, NO_ROTATION)):
+            assert error_of(plan, contexts, inputs, own, layer) <= RELAY_BUDGET
 
 
 def test_beams_of_one_request_see_the_same_context() -> None:
     context = place(blocks_of([12, 5]))
-    query = random(3, HEADS, 1, SIZE, seed=7)
-    tail_key, tail_value = (
-        random(3, KV_HEADS, 2, SIZE, seed=8),
-        random(3, KV_HEADS, 2, SIZE, seed=9),
-    )
     plan = relay_plan([context], [LAYOUT])
-    found = plan.attend(0, AttentionInputs(query, tail_key, tail_value, 0.25))
-    for beam in range(3):
-        tail = tail_key[beam], tail_value[beam]
-        expected = by_moving_the_keys(query[beam], context, tail, None, 0, LAYOUT)
-        assert (found[beam] - expected).abs().max() <= RELAY_BUDGET
-
-
-def test_a_query_is_rotated_against_the_shift_of_the_block() -> None:
-    # Query at position 10, key at local position 2 of a block that starts at 5: distance 3.
-    query, key = random(1, 1, SIZE), random(1, 1, SIZE, seed=1)
-    at_ten = rotate(query, *LAYOUT.cos_sin(10, query.device), LAYOUT)
-    at_two = rotate(key, *LAYOUT.cos_sin(2, key.device), LAYOUT)
-    turned = shift_positions(at_ten, -5, LAYOUT)
-    by_distance = rotate(query, *LAYOUT.cos_sin(3, query.device), LAYOUT)
-    torch.testing.assert_close(turned @ at_two.mT, by_distance @ key.mT, atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("tokens", [1, 6])
-def test_joined_blocks_give_the_results_of_single_blocks(tokens: int) -> None:
-    """Joined keys are rotated in float32 and rounded once more, as in the copy path."""
-    blocks = blocks_of([9, 9, 1, 30, 2])
-    contexts = [place([blocks[i] for i in order]) for order in ([0, 1, 2, 3], [0, 1, 4, 2])]
-    query = random(2, HEADS, tokens, SIZE, seed=7)
-    tail = random(2, KV_HEADS, tokens, SIZE, seed=8), random(2, KV_HEADS, tokens, SIZE, seed=9)
-    found = []
-    for limit in (0, 25):
-        plan = relay_plan(contexts, [LAYOUT, NO_ROTATION], limit)
-        found.append([plan.attend(layer, AttentionInputs(query, *tail, 0.25)) for layer in (0, 1)])
-    for single, joined in zip(*found, strict=True):
-        assert (single - joined).abs().max() <= RELAY_BUDGET
-        assert not torch.equal(single, joined)
+    assert error_of(plan, [context] * 3, inputs_of(3, 1, 2)) <= RELAY_BUDGET
 
 
 def test_decoding_joins_small_blocks_and_prefill_does_not() -> None:
@@ -170,47 +170,14 @@ def test_an_accelerator_joins_blocks_once_for_prefill_and_decoding() -> None:
 
 
 @pytest.mark.parametrize("layout", [LAYOUT, *OTHER_LAYOUTS.values()], ids=["half", *OTHER_LAYOUTS])
-@pytest.mark.parametrize("joined", [0, 50], ids=["one by one", "joined"])
-def test_a_generated_token_attends_to_all_blocks_at_once(layout: RotaryLayout, joined: int) -> None:
-    context = place(blocks_of([40, 1, 17, 60]))
-    plan = relay_plan([context], [layout], joined)
-    query = random(1, HEADS, 1, SIZE, seed=7)
-    tail = random(1, KV_HEADS, 5, SIZE, seed=8), random(1, KV_HEADS, 5, SIZE, seed=9)
-    found = plan.attend(0, AttentionInputs(query, *tail, 0.25))
-    ours = tail[0][0], tail[1][0]
-    expected = by_moving_the_keys(query[0], context, ours, None, 0, layout)
-    assert (found[0] - expected).abs().max() <= RELAY_BUDGET
-    everywhere = torch.ones(1, 1, 1, 5, dtype=torch.bool)
-    masked = plan.attend(0, AttentionInputs(query, *tail, 0.25, everywhere))
-    assert (masked - found).abs().max() <= RELAY_BUDGET
-
-
-@pytest.mark.parametrize("layout", [LAYOUT, *OTHER_LAYOUTS.values()], ids=["half", *OTHER_LAYOUTS])
 @pytest.mark.parametrize("spread", [1.0, 1e3])
-@pytest.mark.parametrize("fully_masked", [False, True], ids=["causal", "a row is fully masked"])
-def test_question_attends_to_blocks(
-    fully_masked: bool, spread: float, layout: RotaryLayout
-) -> None:
-    context = place(blocks_of([40, 1, 17, 60]))
-    plan = relay_plan([context], [layout])
-    query = random(1, HEADS, 6, SIZE, seed=7) * spread
-    tail = random(1, KV_HEADS, 6, SIZE, seed=8), random(1, KV_HEADS, 6, SIZE, seed=9)
-    mask = torch.ones(1, 1, 6, 6, dtype=torch.bool).tril(-1 if fully_masked else 0)
-    found = plan.attend(0, AttentionInputs(query, *tail, 0.25, mask))
-    ours = tail[0][0], tail[1][0]
-    expected = by_moving_the_keys(query[0], context, ours, mask[0], 0, layout)
-    assert (found[0] - expected).abs().max() <= RELAY_BUDGET * spread
-
-
-def test_a_prompt_without_context_attends_to_itself() -> None:
-    plan = relay_plan([place([])], [LAYOUT])
-    for tokens in (1, 3):
-        query = random(1, HEADS, tokens, SIZE, seed=7)
-        tail = random(1, KV_HEADS, 3, SIZE, seed=8), random(1, KV_HEADS, 3, SIZE, seed=9)
-        found = plan.attend(0, AttentionInputs(query, *tail, 0.25))
-        key, value = (states.repeat_interleave(HEADS // KV_HEADS, 1) for states in tail)
-        expected = exact(query, key, value, 0.25, None).output
-        assert (found - expected).abs().max() <= RELAY_BUDGET
+def test_large_scores_and_fully_masked_rows_are_exact(spread: float, layout: RotaryLayout) -> None:
+    contexts = [place(blocks_of([40, 1, 17, 60]))]
+    for diagonal in (0, -1):
+        mask = torch.ones(6, 6, dtype=torch.bool).tril(diagonal)
+        inputs = inputs_of(1, 6, 6, mask, spread)
+        error = error_of(relay_plan(contexts, [layout]), contexts, inputs, layout)
+        assert error <= RELAY_BUDGET * spread
 
 
 def test_one_float32_request_uses_one_softmax(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,20 +215,6 @@ def test_one_float32_request_uses_one_softmax(monkeypatch: pytest.MonkeyPatch) -
         assert not takes_one(one)
     with torch.autocast(torch.get_default_device().type):
         assert not takes_one(one)
-
-
-def test_one_plan_serves_a_question_and_the_tokens_of_its_answer() -> None:
-    context = place(blocks_of([40, 1, 17, 60]))
-    plan = relay_plan([context], [LAYOUT, NO_ROTATION])
-    for tokens, masked in ((1, False), (6, True), (1, True), (6, False)):
-        query = random(1, HEADS, tokens, SIZE, seed=7)
-        tail = random(1, KV_HEADS, 6, SIZE, seed=8), random(1, KV_HEADS, 6, SIZE, seed=9)
-        mask = torch.ones(1, 1, tokens, 6, dtype=torch.bool).tril(5 - tokens) if masked else None
-        for layer, layout in enumerate((LAYOUT, NO_ROTATION)):
-            found = plan.attend(layer, AttentionInputs(query, *tail, 0.25, mask))[0]
-            ours, seen = (tail[0][0], tail[1][0]), None if mask is None else mask[0]
-            expected = by_moving_the_keys(query[0], context, ours, seen, layer, layout)
-            assert (found - expected).abs().max() <= RELAY_BUDGET
 
 
 @pytest.mark.usefixtures("cuda_kernels")

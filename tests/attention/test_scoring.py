@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from blockattn_rag.attention.kernels import AttentionInputs, attend, attend_plain, single_softmax
+from blockattn_rag.attention.kernels import attend, attend_plain
 from blockattn_rag.attention.merge import Partial
 from blockattn_rag.attention.relay import JoinLimits, LayerReads, RelayPlan
 from blockattn_rag.attention.segments import Segment, SegmentTable
 from blockattn_rag.kv.context import Context, Positions, place
 from blockattn_rag.kv.rope import shift_positions
-from tests.attention.test_kernels import KV_HEADS, SIZE, budget, exact, random
-from tests.attention.test_relay import HEADS, LAYOUT, ORDERS, RELAY_BUDGET, blocks_of
+from tests.attention.test_kernels import KV_HEADS, SIZE, random
+from tests.attention.test_relay import (
+    HEADS,
+    LAYOUT,
+    ORDERS,
+    RELAY_BUDGET,
+    blocks_of,
+    inputs_of,
+)
 
 pytestmark = pytest.mark.usefixtures("device", "no_gradients")
 LENGTHS = [40, 1, 17, 60]
@@ -71,26 +77,15 @@ def error_of(
         joins=JoinLimits(joins, joins),
         layers={3: LayerReads(0, window)},
     )
-    requests = len(orders)
-    query = 3 * random(requests, HEADS, tokens, SIZE, seed=7)
-    keys = random(requests, KV_HEADS, tail_tokens, SIZE, seed=8)
-    values = random(requests, KV_HEADS, tail_tokens, SIZE, seed=9)
     mask = torch.ones(tokens, tail_tokens, dtype=torch.bool).tril(tail_tokens - tokens)
     if window is not None:
         mask &= ~mask.new_ones(mask.shape).tril(tail_tokens - tokens - window)
-    seen = None if tokens == 1 and mask.all() else mask[None, None].expand(requests, -1, -1, -1)
-    found = plan.attend(3, AttentionInputs(query, keys, values, SCALE, seen, cap=cap, sinks=sinks))
-    return max(
-        float(
-            (
-                found[row]
-                - written_out(query[row], context, (keys[row], values[row]), window, cap, sinks)
-            )
-            .abs()
-            .max()
-        )
-        for row, context in enumerate(contexts)
-    )
+    seen = None if tokens == 1 and mask.all() else mask
+    inputs = inputs_of(len(orders), tokens, tail_tokens, seen, spread=3.0)
+    found = plan.attend(3, inputs._replace(cap=cap, sinks=sinks))
+    rows = zip(inputs.query, contexts, zip(inputs.key, inputs.value, strict=True), strict=True)
+    expected = [written_out(*row, window, cap, sinks) for row in rows]
+    return max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize("orders", ORDERS.values(), ids=ORDERS)
@@ -160,16 +155,6 @@ def test_caps_and_sinks_are_exact(window: int | None, tokens: int, orders: list[
     assert error_of(orders, tokens, window=window, cap=2.0, sinks=sinks) <= budget
 
 
-def test_a_capped_score_is_a_hyperbolic_tangent() -> None:
-    query, key, value = random(1, 1, 4, SIZE), random(1, 1, 9, SIZE, seed=1), random(1, 1, 9, SIZE)
-    scores = 2 * torch.tanh(query @ key.mT / 2)
-    # With the identity as keys, the queries themselves are the scores.
-    expected = exact(scores, torch.eye(9)[None, None], value, 1.0)
-    found = attend_plain(query, key, value, 1.0, cap=2.0)
-    assert (found.output - expected.output).abs().max() <= budget(torch.float32, 9)
-    assert (found.lse - expected.lse).abs().max() <= budget(torch.float32, 9)
-
-
 @pytest.mark.parametrize("mask", [None, (1, 1, 7, 9), (1, 1, 1, 9)])
 def test_the_plain_kernel_bounds_the_scores_in_memory(
     mask: tuple[int, ...] | None, monkeypatch: pytest.MonkeyPatch
@@ -188,11 +173,3 @@ def test_the_plain_kernel_bounds_the_scores_in_memory(
     found = attend(query, key, value, 1.0, seen, cap=2.0)
     assert scores == [72, 72, 72, 36]
     torch.testing.assert_close(found, expected)
-
-
-def test_a_sink_receives_part_of_the_weight() -> None:
-    # One key with score 0, and a sink with score ln 3: weights 1/4 and 3/4.
-    key, value = torch.zeros(1, 1, SIZE), torch.ones(1, 1, SIZE)
-    sinks = torch.tensor([[math.log(3)]])
-    found = single_softmax([torch.ones(1, 1, SIZE)], [(key, value)], 1.0, sinks=sinks)
-    torch.testing.assert_close(found, torch.full((1, 1, SIZE), 0.25))

@@ -12,7 +12,7 @@ import torch
 from blockattn_rag.check.model import check_model
 from blockattn_rag.check.segments import segments, state_mixers
 from blockattn_rag.kv.rope import Pairing, RotaryLayout
-from blockattn_rag.model import BlockModel, context_model, encoding
+from blockattn_rag.model import BlockModel, block_model, encoding
 from blockattn_rag.model.caches import copied_cache
 from blockattn_rag.model.kinds import LayerKind, layer_states, storing, summary
 from blockattn_rag.model.states import HeadStates
@@ -113,7 +113,7 @@ def test_a_window_off_by_one_fails(kind: str, monkeypatch: pytest.MonkeyPatch) -
         config.sliding_window -= 1
         return copied_cache(config, *arguments)
 
-    monkeypatch.setattr(context_model, "copied_cache", shorter)
+    monkeypatch.setattr(block_model, "copied_cache", shorter)
     assert "assembled = oracle" in failed(model)
 
 

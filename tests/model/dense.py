@@ -11,8 +11,8 @@ from transformers import DynamicCache
 
 from blockattn_rag.check.oracle import block_mask
 from blockattn_rag.model import BlockModel
-from blockattn_rag.model.layer_reads import layer_windows
 from blockattn_rag.model.recompute import measured_layers
+from blockattn_rag.model.relay_attention import layer_windows
 
 
 def measured(model: BlockModel) -> list[int]:

@@ -1,15 +1,22 @@
-"""Small models with layers of every kind."""
+"""Small models with layers of every kind, and their logits and answers."""
 
 from __future__ import annotations
 
 from functools import cache
+from typing import Any, Literal
 
+import torch
+from torch import Tensor
 from transformers import AutoConfig
 
+from blockattn_rag.kv.context import Context
 from blockattn_rag.model import BlockModel
 from blockattn_rag.model.miniature import miniature
+from blockattn_rag.model.sampling import Sampling
 from tests.model.families import KINDS
-from tests.models import tiny_tokenizer
+from tests.models import tiny_model, tiny_tokenizer
+
+ASSEMBLIES: tuple[Literal["relay", "copy"], ...] = ("relay", "copy")
 
 
 def new_model(name: str) -> BlockModel:
@@ -22,3 +29,27 @@ def new_model(name: str) -> BlockModel:
 
 
 model_of_kinds = cache(new_model)
+
+
+def new_llama(**config: Any) -> BlockModel:
+    return BlockModel(tiny_model("llama", **config), tiny_tokenizer())
+
+
+def logits_after(
+    model: BlockModel,
+    context: Context,
+    final_ids: list[int],
+    assembly: Literal["relay", "copy"] = "copy",
+) -> Tensor:
+    """Logits after a final block that follows a context."""
+    cache = model.cache_for(context, assembly=assembly)
+    return model.next_logits(torch.tensor([final_ids]), cache)
+
+
+def answers(
+    model: BlockModel, context: Context, final_ids: list[int], sampling: Sampling
+) -> list[list[int]]:
+    """Answers to a final block that follows a context, for each of ``ASSEMBLIES``."""
+    caches = [model.cache_for(context, assembly=assembly) for assembly in ASSEMBLIES]
+    prompt = context.token_ids, final_ids, sampling
+    return [model.generate(*prompt, cache=cache) for cache in caches]

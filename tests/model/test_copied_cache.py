@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from blockattn_rag.model import BlockModel, caches
 from blockattn_rag.model.probe import LOGITS
 from blockattn_rag.model.sampling import Sampling
 from tests.attention.cuda_stand_ins import HALF, cuda_kernels_on_cpu
+from tests.model.miniatures import answers, new_llama
 from tests.models import tiny_model, tiny_tokenizer
 
 CAUSAL = "blockattn_rag.model.relay_attention.attend_causal"
@@ -37,19 +39,16 @@ def logits(model: BlockModel, cache: Any, *steps: list[int]) -> torch.Tensor:
 def test_answers_do_not_depend_on_the_room(
     monkeypatch: pytest.MonkeyPatch, room: int, beams: int
 ) -> None:
-    model = BlockModel(tiny_model("llama"), tiny_tokenizer())
+    model = new_llama()
     context = context_of(model)
     options = Sampling(max_new_tokens=9, extra={"num_beams": beams})
-    expected = model.generate(
-        context.token_ids, FINAL, options, cache=model.cache_for(context, assembly="relay")
-    )
     monkeypatch.setattr(caches, "ROOM", room)
-    cache = model.cache_for(context)
-    assert model.generate(context.token_ids, FINAL, options, cache=cache) == expected
+    by_relay, by_copy = answers(model, context, FINAL, options)
+    assert by_copy == by_relay
 
 
 def test_new_tokens_are_written_to_the_room_and_not_to_the_blocks() -> None:
-    model = BlockModel(tiny_model("llama"), tiny_tokenizer())
+    model = new_llama()
     context = context_of(model)
     before = [block.kv.keys[0].clone() for block in context.blocks]
     cache: Any = model.cache_for(place([context.blocks[0].kv]))
@@ -63,7 +62,7 @@ def test_new_tokens_are_written_to_the_room_and_not_to_the_blocks() -> None:
 
 
 def test_gradients_flow_through_a_cache_with_room() -> None:
-    model = BlockModel(tiny_model("llama"), tiny_tokenizer())
+    model = new_llama()
     cache = model.cache_for(context_of(model))
     with torch.enable_grad():
         model.hf_model(
@@ -111,28 +110,27 @@ def test_a_gpu_copies_for_one_request_and_relays_for_several(on_gpu: BlockModel)
     assert cache.attention is None  # rows may have padding
 
 
-def test_a_kernel_with_another_alignment_of_queries_is_not_used(
-    monkeypatch: pytest.MonkeyPatch, on_gpu: BlockModel
-) -> None:
-    def upper_left(query: Any, key: Any, value: Any, scale: float) -> torch.Tensor:
-        return torch.nn.functional.scaled_dot_product_attention(
-            query, key, value, is_causal=query.shape[2] > 1, scale=scale, enable_gqa=True
-        )
+def upper_left(query: Any, key: Any, value: Any, scale: float) -> torch.Tensor:
+    return torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, is_causal=query.shape[2] > 1, scale=scale, enable_gqa=True
+    )
 
-    monkeypatch.setattr(CAUSAL, upper_left)
+
+def missing(*_: Any) -> torch.Tensor:
+    raise RuntimeError("no kernel image is available")
+
+
+@pytest.mark.parametrize("kernel", [upper_left, missing])
+def test_a_kernel_that_is_wrong_or_fails_is_not_used(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    on_gpu: BlockModel,
+    kernel: Callable[..., torch.Tensor],
+) -> None:
+    monkeypatch.setattr(CAUSAL, kernel)
     assert not on_gpu.has_causal_kernel
     assert on_gpu.choose_assembly("auto", 5) == "relay"
-
-
-def test_a_kernel_that_fails_is_not_used(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, on_gpu: BlockModel
-) -> None:
-    def missing(*_: Any) -> torch.Tensor:
-        raise RuntimeError("no kernel image is available")
-
-    monkeypatch.setattr(CAUSAL, missing)
-    assert on_gpu.choose_assembly("auto", 5) == "relay"
-    assert "no kernel image is available" in caplog.text
+    assert ("no kernel image is available" in caplog.text) == (kernel is missing)
 
 
 def test_training_uses_the_models_own_attention(

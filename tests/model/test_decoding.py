@@ -13,6 +13,7 @@ from transformers.generation.streamers import BaseStreamer
 from blockattn_rag.engine.engine import BlockAttentionEngine
 from blockattn_rag.kv.context import Assembly
 from blockattn_rag.model import BlockModel
+from blockattn_rag.model.decoding import greedy_answers
 from blockattn_rag.model.sampling import Sampling
 from blockattn_rag.prompts.blocks import BlockPrompt
 from tests.engines import outcome, tuned_engine, tuned_model, with_settings
@@ -195,23 +196,21 @@ def test_options_unknown_to_transformers_are_refused(engine: BlockAttentionEngin
         engine.generate([A, "Q"], max_new_tokens=3, no_such_option=1)
 
 
+def two_questions(engine: BlockAttentionEngine) -> list[tuple[list[int], list[int]]]:
+    tokenizer = engine.model.tokenizer
+    return [([], tokenizer.final_ids(text, first=True)) for text in ("One?", "Another?")]
+
+
 def test_batch_streams_tokens_until_it_is_stopped(engine: BlockAttentionEngine) -> None:
-    model = engine.model
-    empty: list[int] = []
-    prompts = [
-        (empty, model.tokenizer.final_ids(text, first=True)) for text in ("One?", "Another?")
-    ]
+    model, prompts = engine.model, two_questions(engine)
     free = model.generate_batch(prompts, Sampling(NEW))
     steps: list[list[int]] = []
-
-    def four_came() -> bool:
-        return len(steps) == 4
 
     def note(tokens: list[int]) -> list[bool]:
         steps.append(tokens)
         return [False] * len(tokens)
 
-    watched: dict[str, Any] = {"on_tokens": note, "is_cancelled": four_came}
+    watched: dict[str, Any] = {"on_tokens": note, "is_cancelled": lambda: len(steps) == 4}
     rows = model.generate_batch(prompts, Sampling(NEW), **watched)
     assert rows == [ids[:4] for ids in free]
     assert [list(row) for row in zip(*steps, strict=True)] == rows
@@ -224,11 +223,7 @@ def test_batch_streams_tokens_until_it_is_stopped(engine: BlockAttentionEngine) 
 
 
 def test_rows_ended_by_the_caller_contain_no_padding(engine: BlockAttentionEngine) -> None:
-    model = engine.model
-    empty: list[int] = []
-    prompts = [
-        (empty, model.tokenizer.final_ids(text, first=True)) for text in ("One?", "Another?")
-    ]
+    model, prompts = engine.model, two_questions(engine)
     free = model.generate_batch(prompts, Sampling(NEW))
     steps: list[list[int]] = []
 
@@ -251,3 +246,40 @@ def test_an_explicit_end_token_is_used(mode: Literal["block", "full"], own: int 
     given = GenerationConfig(eos_token_id=free[4])  # type: ignore[no-untyped-call]
     found = engine.generate([A, "Q"], generation_config=given, **varied)
     assert (found.token_ids, found.finish_reason) == (free[:5], "stop")
+
+
+TOKENS = [list(b"How tall is Halden Tower?"), list(b"When?")]
+
+
+def greedy(**config: Any) -> list[list[int]]:
+    """Return a model's answers with this generation config, and check that they are greedy."""
+    model = BlockModel(copy.deepcopy(shared_tiny_llama()), tiny_tokenizer())
+    model.hf_model.generation_config = GenerationConfig(**config)  # type: ignore[no-untyped-call]
+    found = greedy_answers(model.hf_model, model.tokenizer.tokenizer, TOKENS, NEW + 2)
+    for ids, logits in found:
+        assert ids.tolist() == logits.argmax(dim=-1).tolist()
+    return [ids.tolist() for ids, _ in found]
+
+
+@pytest.fixture(scope="module")
+def plain() -> list[list[int]]:
+    return greedy()
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"repetition_penalty": 3.0},
+        {"no_repeat_ngram_size": 1},
+        {"suppress_tokens": list(range(128))},
+        {"min_new_tokens": 3, "forced_eos_token_id": 5},
+        {"num_beams": 3, "num_return_sequences": 2},
+        {"do_sample": True, "temperature": 5.0, "top_k": 9, "top_p": 0.9},
+        {"max_length": 3, "max_time": 1e-9},
+        {"prompt_lookup_num_tokens": 2, "guidance_scale": 2.0},
+        {"an_entry_of_somebody": 1, "bos_token_id": 7},
+    ],
+    ids=lambda config: next(iter(config)),
+)
+def test_greedy_ignores_generation_config(config: dict[str, Any], plain: list[list[int]]) -> None:
+    assert greedy(**config) == plain

@@ -64,39 +64,25 @@ def error_of(
 
 
 @families
-def test_logits_and_greedy_tokens_match_the_oracle(family: str) -> None:
+@pytest.mark.parametrize("sink", ["none", "head:4"])
+def test_logits_and_greedy_tokens_match_the_oracle(family: str, sink: str) -> None:
     engine = engine_for(family)
-    assert engine.model.supports_relay or family not in RELAYING
+    model = engine.model
+    assert model.supports_relay or family not in RELAYING
+    before, ends = sink_ids(sink, model.tokenizer), sorted(model.end_token_ids)
+    assert len(before) == (0 if sink == "none" else 4)
     orders = [[A, ONE, B], [ONE, B, A], [B, A, ONE]]  # every block in every place
-    prompts = [[], [ONE], [A], [A, A], *orders]
+    prompts = [[], [ONE], [A], [A, A], [A, ONE, A, A, B], *orders]
     for assembly in assemblies(engine):
-        errors = {str(texts): error_of(engine, texts, assembly) for texts in prompts}
+        errors = {str(texts): error_of(engine, texts, assembly, before) for texts in prompts}
         assert max(errors.values()) <= BUDGET, errors
-    for texts in ([], [A, A], [B, ONE, A]):
+    for texts in ([], [A, A], [A, ONE, A, A, B]):
         prompt = BlockPrompt.from_texts([*texts, QUESTION])
-        ids = engine.model.tokenizer.prompt_ids(prompt)
-        ends = sorted(engine.model.end_token_ids)
-        expected = oracle_generate(engine.model.hf_model, [*ids.context, ids.final], 5, ends)
+        ids = model.tokenizer.prompt_ids(prompt)
+        expected = oracle_generate(model.hf_model, [*ids.context, ids.final], 5, ends, before)
         for assembly in assemblies(engine):
-            answer = with_settings(engine, assembly=assembly).generate(prompt, max_new_tokens=5)
-            assert answer.token_ids == expected
-
-
-@families
-def test_blocks_encoded_after_a_sink_match_the_oracle(family: str) -> None:
-    engine = engine_for(family)
-    tokenizer, ends = engine.model.tokenizer, sorted(engine.model.end_token_ids)
-    for texts in ([A, B, ONE], [A, ONE, A, A, B]):
-        prompt = BlockPrompt.from_texts([*texts, QUESTION])
-        ids = tokenizer.prompt_ids(prompt)
-        before = sink_ids("head:4", tokenizer)
-        assert len(before) == 4
-        blocks = [*ids.context, ids.final]
-        expected = oracle_generate(engine.model.hf_model, blocks, 5, ends, before)
-        for assembly in assemblies(engine):
-            assert error_of(engine, texts, assembly, before) <= BUDGET
             one = with_settings(engine, assembly=assembly)
-            answer = one.generate(prompt, max_new_tokens=5, recipe="head:4")
+            answer = one.generate(prompt, max_new_tokens=5, recipe=sink)
             assert answer.token_ids == expected
 
 

@@ -81,21 +81,18 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_a_change_gives_another_fingerprint(model: Any, change: Callable[[Any], Any]) -> None:
-    change(model)
-    assert fingerprint(model) != ORIGINAL
-
-
-# LongRoPE changes this buffer itself.
-@pytest.mark.parametrize("name", sorted(CHANGES.keys() - {"buffer"}))
-def test_a_model_that_changes_while_in_use_is_refused(model: Any, name: str) -> None:
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_gives_another_fingerprint_and_is_refused_while_in_use(
+    model: Any, name: str
+) -> None:
     in_use = block_model(model)
     assert in_use.fingerprint == ORIGINAL
     CHANGES[name](model)
+    assert fingerprint(model) != ORIGINAL
     assert in_use.fingerprint == ORIGINAL
-    with pytest.raises(UnsupportedModelError, match="have changed since it was loaded"):
-        states(in_use)
+    if name != "buffer":  # LongRoPE changes this buffer itself.
+        with pytest.raises(UnsupportedModelError, match="have changed since it was loaded"):
+            states(in_use)
 
 
 def test_a_model_that_changes_before_its_fingerprint_is_known_is_refused(model: Any) -> None:
@@ -258,21 +255,15 @@ NEUTRAL: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("change", NEUTRAL.values(), ids=NEUTRAL)
-def test_other_modules_do_not_affect_the_fingerprint(
-    model: Any, change: Callable[[Any], Any]
-) -> None:
-    change(model)
-    assert fingerprint(model) == ORIGINAL
-
-
-@pytest.mark.parametrize("change", [renamed, NEUTRAL["packed"], enable_relay, NEUTRAL["in use"]])
-def test_a_model_in_use_is_not_refused(model: Any, change: Callable[[Any], Any]) -> None:
+@pytest.mark.parametrize("name", NEUTRAL)
+def test_other_changes_do_not_affect_the_fingerprint(model: Any, name: str) -> None:
     in_use = block_model(model)
-    change(model)
-    assert states(in_use)
-    assert in_use.supports_relay
-    in_use.check_unchanged()
+    NEUTRAL[name](model)
+    assert fingerprint(model) == ORIGINAL
+    if name != "offloaded by accelerate":
+        assert states(in_use)
+        assert in_use.supports_relay
+        in_use.check_unchanged()
 
 
 def test_saving_and_loading_keeps_the_fingerprint(model: Any, tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from blockattn_rag.model.probe import LOGITS
 from blockattn_rag.model.recompute import recompute
 from blockattn_rag.model.sampling import Sampling
 from tests.attention.cuda_stand_ins import flash_attn_2
+from tests.model.miniatures import ASSEMBLIES, answers, logits_after
 from tests.model.test_relay_attention import BLOCKS, FINAL_IDS
 from tests.models import tiny_model, tiny_tokenizer
 
@@ -104,35 +105,28 @@ def test_blocks_of_a_model_with_flash_attention_are_exact(
     context = placed_context(model, BLOCKS)
     assert calls
     expected = oracle_logits(exact, [*BLOCKS, FINAL_IDS])[-1]
-    for assembly in ("relay", "copy"):
-        cache: Any = model.cache_for(context, assembly=assembly)
+    for assembly in ASSEMBLIES:
         calls.clear()
-        found = model.next_logits(torch.tensor([FINAL_IDS]), cache).float()
+        found = logits_after(model, context, FINAL_IDS, assembly).float()
         assert relative_error(found, expected) <= EXACT
         assert bool(calls) == (assembly == "copy")
-    assert (
-        relative_error(oracle_logits(model.hf_model, [*BLOCKS, FINAL_IDS])[-1], expected) <= EXACT
-    )
+    found = oracle_logits(model.hf_model, [*BLOCKS, FINAL_IDS])[-1]
+    assert relative_error(found, expected) <= EXACT
     changed, _ = recompute(model, context, [False, True, True, True], FINAL_IDS, 1.0)
     full = oracle_logits(exact, [[token for block in BLOCKS for token in block], FINAL_IDS])[-1]
-    found = model.next_logits(torch.tensor([FINAL_IDS]), model.cache_for(changed)).float()
+    found = logits_after(model, changed, FINAL_IDS).float()
     assert relative_error(found, full) <= EXACT
 
 
-def test_flash_attention_batches_equal_single_requests(
-    calls: list[int],
-) -> None:
+@pytest.mark.usefixtures("calls")
+def test_flash_attention_batches_equal_single_requests() -> None:
     hf_model: Any = tiny_model("llama")
     hf_model.to(torch.bfloat16).set_attn_implementation("flash_attention_2")
     model = BlockModel(hf_model, tiny_tokenizer(), pack_weights=False)
     contexts = [placed_context(model, BLOCKS), placed_context(model, BLOCKS[:2])]
     options = Sampling(max_new_tokens=5)
-    for assembly in ("relay", "copy"):
-        prompts = [(context.token_ids, FINAL_IDS) for context in contexts]
-        cache = model.cache_for(*contexts, assembly=assembly)
-        found = model.generate_batch(prompts, options, cache=cache)
-        expected = [
-            model.generate(*prompt, options, cache=model.cache_for(context, assembly=assembly))
-            for prompt, context in zip(prompts, contexts, strict=True)
-        ]
-        assert found == expected
+    prompts = [(context.token_ids, FINAL_IDS) for context in contexts]
+    caches = [model.cache_for(*contexts, assembly=assembly) for assembly in ASSEMBLIES]
+    found = [model.generate_batch(prompts, options, cache=cache) for cache in caches]
+    single = [answers(model, context, FINAL_IDS, options) for context in contexts]
+    assert found == [list(one) for one in zip(*single, strict=True)]

@@ -66,14 +66,10 @@ def write(path: Path, seed: int = 0, architecture: str = "llama") -> None:
     for layer in range(LAYERS):
         name = f"blk.{layer}"
         shapes |= {
-            f"{name}.attn_norm": (HIDDEN,),
-            f"{name}.ffn_norm": (HIDDEN,),
-            f"{name}.attn_q": (HIDDEN, HIDDEN),
-            f"{name}.attn_k": (HIDDEN * KV_HEADS // HEADS, HIDDEN),
-            f"{name}.attn_v": (HIDDEN * KV_HEADS // HEADS, HIDDEN),
-            f"{name}.attn_output": (HIDDEN, HIDDEN),
-            f"{name}.ffn_gate": (WIDE, HIDDEN),
-            f"{name}.ffn_up": (WIDE, HIDDEN),
+            **{f"{name}.{part}_norm": (HIDDEN,) for part in ("attn", "ffn")},
+            **{f"{name}.attn_{part}": (HIDDEN, HIDDEN) for part in ("q", "output")},
+            **{f"{name}.attn_{part}": (HIDDEN * KV_HEADS // HEADS, HIDDEN) for part in "kv"},
+            **{f"{name}.ffn_{part}": (WIDE, HIDDEN) for part in ("gate", "up")},
             f"{name}.ffn_down": (HIDDEN, WIDE),
         }
     for name, shape in shapes.items():

@@ -15,7 +15,6 @@ from blockattn_rag.engine.engine import BlockAttentionEngine
 from blockattn_rag.kv.rope import relative_error
 from blockattn_rag.model import BlockModel
 from blockattn_rag.model.checkpoint import CheckpointModel
-from blockattn_rag.model.loading import load_model
 from blockattn_rag.model.miniature import VOCABULARY, shrunk
 from blockattn_rag.model.multimodal import language_model
 from blockattn_rag.model.probe import LOGITS
@@ -119,13 +118,6 @@ def test_the_fine_tuning_mark_is_kept(tmp_path: Path) -> None:
     original.save_pretrained(tmp_path)
     tiny_tokenizer().save_pretrained(tmp_path)
     assert BlockModel.from_pretrained(tmp_path, device="cpu").is_block_tuned
-
-
-def test_text_models_are_loaded_unchanged(tmp_path: Path) -> None:
-    model = multimodal("gemma3")
-    text: Any = language_model(model)
-    text.save_pretrained(tmp_path)
-    assert type(load_model(tmp_path, device="cpu")) is type(text)
 
 
 @pytest.mark.parametrize("name", ["gemma3", "ministral3", "qwen2_5_vl"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -31,13 +32,6 @@ def a_layer(bias: bool = True) -> nn.Linear:
 def packed(module: M) -> M:
     assert pack_linears(module) > 0
     return module
-
-
-def assert_computed_by_its_weights(layer: nn.Linear, input: Tensor) -> None:
-    with torch.inference_mode():
-        found = layer(input)
-        expected = nn.functional.linear(input, layer.weight, layer.bias)
-    assert torch.allclose(found, expected, atol=1e-5)
 
 
 @needs_packing
@@ -73,16 +67,6 @@ def test_packed_weights_are_used_for_questions(monkeypatch: pytest.MonkeyPatch) 
     with torch.inference_mode():
         layer.bfloat16()(torch.randn(50, 57).bfloat16())  # not packed, because there is no gain
     assert rows == [4, 4, 50, 50, 255, 255]
-
-
-@needs_packing
-def test_changed_weights_are_packed_again() -> None:
-    layer, input = packed(a_layer()), torch.randn(8, 57)
-    with torch.no_grad():
-        layer.weight.mul_(2)
-    with torch.inference_mode():
-        found = layer(input)
-    assert torch.allclose(found, nn.functional.linear(input, layer.weight, layer.bias), atol=1e-5)
 
 
 @needs_packing
@@ -147,26 +131,32 @@ def test_free_memory_respects_container_limits(
     assert packing.free_memory(tmp_path) == 0
 
 
-@needs_packing
-def test_weights_changed_by_an_optimizer_are_packed_again() -> None:
-    layer, input = packed(a_layer()), torch.randn(8, 57)
+def in_place(layer: nn.Linear) -> None:
+    with torch.no_grad():
+        layer.weight.mul_(2)
+
+
+def by_optimizer(layer: nn.Linear) -> None:
     optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1, fused=True)
-    for _ in range(2):
-        with torch.inference_mode():
-            layer(input)
-        layer(input).square().mean().backward()
-        optimizer.step()  # bypasses change detection
-    assert_computed_by_its_weights(layer, input)
+    layer(torch.randn(8, 57)).square().mean().backward()
+    optimizer.step()  # bypasses change detection
 
 
-@needs_packing
-def test_a_new_engine_packs_the_current_weights() -> None:
-    layer, input = packed(a_layer()), torch.randn(8, 57)
-    with torch.inference_mode():
-        layer(input)
+def in_a_new_engine(layer: nn.Linear) -> None:
     layer.weight.data.mul_(2)  # bypasses change detection
     packed(layer)
-    assert_computed_by_its_weights(layer, input)
+
+
+@needs_packing
+@pytest.mark.parametrize("change", [in_place, by_optimizer, in_a_new_engine])
+def test_changed_weights_are_packed_again(change: Callable[[nn.Linear], None]) -> None:
+    layer, input = packed(a_layer()), torch.randn(8, 57)
+    for _ in range(2):
+        with torch.inference_mode():
+            found = layer(input)
+            expected = nn.functional.linear(input, layer.weight, layer.bias)
+        assert torch.allclose(found, expected, atol=1e-5)
+        change(layer)
 
 
 @needs_packing
@@ -190,18 +180,15 @@ def test_under_autocast_all_rows_have_its_dtype() -> None:
         assert {layer(torch.randn(rows, 57)).dtype for rows in (2, 8)} == {torch.bfloat16}
 
 
-@pytest.mark.parametrize("fault", [AttributeError, RuntimeError, TypeError])
-def test_packing_is_optional(fault: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(weight: object) -> None:
-        raise fault("no such thing")
-
-    monkeypatch.setattr(packing, "_pack", fail)
-    monkeypatch.setattr(packing, "_is_available", packing._is_available.__wrapped__)
-    assert pack_linears(a_layer()) == 0
+def no_such_function(_: object) -> Tensor:
+    raise AttributeError("no such thing")
 
 
-def test_packing_with_wrong_results_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packing, "_pack", lambda weight: weight)
-    monkeypatch.setattr(packing, "_is_available", packing._is_available.__wrapped__)
+@pytest.mark.parametrize("pack", [no_such_function, torch.zeros_like], ids=["missing", "wrong"])
+def test_packing_is_optional(
+    pack: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packing, "_pack", pack)
     monkeypatch.setattr(packing, "_packed_linear", lambda *_: torch.zeros(1, 8, 40))
+    monkeypatch.setattr(packing, "_is_available", packing._is_available.__wrapped__)
     assert pack_linears(a_layer()) == 0

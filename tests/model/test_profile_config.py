@@ -20,14 +20,8 @@ ALL_LAYERS = 80
 LARGE: dict[str, tuple[str, dict[str, Any], list[tuple[int, int]]]] = {
     "llama": (
         "llama",
-        {
-            "hidden_size": 8192,
-            "intermediate_size": 28672,
-            "num_hidden_layers": ALL_LAYERS,
-            "num_attention_heads": 64,
-            "num_key_value_heads": 8,
-            "vocab_size": 128256,
-        },
+        {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": ALL_LAYERS,
+         "num_attention_heads": 64, "num_key_value_heads": 8, "vocab_size": 128256},
         [(8, 128)] * ALL_LAYERS,
     ),
     "size of heads from the width": (
@@ -37,20 +31,12 @@ LARGE: dict[str, tuple[str, dict[str, Any], list[tuple[int, int]]]] = {
     ),
     "no size of heads in the config": (
         "qwen2",
-        {
-            "hidden_size": 3584,
-            "num_attention_heads": 28,
-            "num_key_value_heads": 4,
-            "num_hidden_layers": 28,
-        },
+        {"hidden_size": 3584, "num_attention_heads": 28, "num_key_value_heads": 4,
+         "num_hidden_layers": 28},
         [(4, 128)] * 28,
     ),
     "one head of keys": ("falcon", {"multi_query": True, "alibi": False}, [(1, 64)] * 32),
-    "experts": (
-        "gpt_oss",
-        {"num_hidden_layers": 24},
-        [(8, 64)] * 24,
-    ),
+    "experts": ("gpt_oss", {"num_hidden_layers": 24}, [(8, 64)] * 24),
     "sizes by kind of layer": (
         "gemma3_text",
         {"hidden_size": 5376, "num_attention_heads": 32, "num_key_value_heads": 16,

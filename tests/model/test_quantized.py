@@ -67,19 +67,10 @@ def changed(kv: BlockKV, change: Callable[[Tensor, Tensor, Tensor], Tensor]) -> 
     """Return an unquantized block with the states ``change(states, dequantized states, scale)``."""
     made = kv.quantized()
     assert made.scales is not None
-    layers = range(kv.num_layers)
-    pairs = [
-        [
-            change(*three)
-            for three in zip(
-                kv.states(layer),
-                made.states(layer),
-                (made.scales.keys[layer], made.scales.values[layer]),
-                strict=True,
-            )
-        ]
-        for layer in layers
-    ]
+    pairs = []
+    for layer in range(kv.num_layers):
+        states = zip(kv.states(layer), made.states(layer), made.tensors(layer)[2:], strict=True)
+        pairs.append([change(*three) for three in states])
     keys, values = zip(*pairs, strict=True)
     return replace(kv, keys=keys, values=values)
 

@@ -18,6 +18,7 @@ from blockattn_rag.model.recompute import attention_to_context, recompute
 from blockattn_rag.prompts.blocks import BlockPrompt
 from blockattn_rag.prompts.formats import CHAT, Passage
 from tests.model.dense import dense_attention, dense_logits
+from tests.model.miniatures import ASSEMBLIES, logits_after
 from tests.models import tiny_model, tiny_tokenizer
 
 BLOCKS = [[3, 4, 5], [6, 7, 8, 9, 10, 11, 12], [13, 14, 15, 16, 17], [18, 19, 20]]
@@ -114,18 +115,15 @@ def check_dense(model: BlockModel, family: str, share: float) -> None:
     context, recomputed = recompute(model, context_of(model), IS_PASSAGE, FINAL, share)
     assert recomputed == chosen
     assert context.token_ids == [token for block in CONTEXT for token in block]
-    for assembly in ("relay", "copy"):
-        cache = model.cache_for(context, assembly=assembly)
-        logits = model.next_logits(torch.tensor([FINAL]), cache)
-        torch.testing.assert_close(
-            logits, dense_logits(model, BLOCKS, chosen), rtol=1e-4, atol=1e-4
-        )
+    expected = dense_logits(model, BLOCKS, chosen)
+    for assembly in ASSEMBLIES:
+        logits = logits_after(model, context, FINAL, assembly)
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_cost_grows_no_faster_than_in_full_mode() -> None:
     tokens, passage = 3000, 200
-    hf_model = tiny_model("llama")
-    model = BlockModel(hf_model, tiny_tokenizer())
+    model = model_of("llama")
     rows = torch.arange(tokens).remainder(250).reshape(-1, passage).tolist()
     context = context_of(model, rows)
     with Work() as work:
@@ -166,13 +164,12 @@ def test_stored_blocks_and_the_models_attention_are_unchanged(blocks: list[list[
     model = model_of("llama")
     context = context_of(model, blocks)
     before = [[keys.clone() for keys in block.kv.keys] for block in context.blocks]
-    expected = model.next_logits(torch.tensor([FINAL]), model.cache_for(context))
+    expected = logits_after(model, context, FINAL)
     _, chosen = recompute(model, context, [True] * len(blocks), FINAL, 0.5)
     assert chosen
     for block, keys in zip(context.blocks, before, strict=True):
-        for one, other in zip(block.kv.keys, keys, strict=True):
-            assert torch.equal(one, other)
-    assert torch.equal(expected, model.next_logits(torch.tensor([FINAL]), model.cache_for(context)))
+        assert all(map(torch.equal, block.kv.keys, keys))
+    assert torch.equal(expected, logits_after(model, context, FINAL))
 
 
 def test_without_tokens_to_recompute_the_context_is_returned() -> None:

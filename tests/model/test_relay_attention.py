@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
 import pytest
@@ -20,7 +20,14 @@ from blockattn_rag.kv.rope import relative_error
 from blockattn_rag.model import BlockModel
 from blockattn_rag.model.relay_attention import enable_relay
 from blockattn_rag.model.sampling import Sampling
-from tests.model.miniatures import model_of_kinds, new_model
+from tests.model.miniatures import (
+    ASSEMBLIES,
+    answers,
+    logits_after,
+    model_of_kinds,
+    new_llama,
+    new_model,
+)
 from tests.models import tiny_model, tiny_tokenizer
 
 LENGTHS = (24, 1, 17, 30)
@@ -37,7 +44,7 @@ FINAL_IDS = random_ids(FINAL, 99)
 
 @pytest.fixture(scope="module")
 def llama() -> BlockModel:
-    return BlockModel(tiny_model("llama"), tiny_tokenizer())
+    return new_llama()
 
 
 def test_unsupported_models_take_the_copy_path() -> None:
@@ -69,71 +76,44 @@ def test_decoding_equals_the_copy_path(llama: BlockModel, options: dict[str, Any
     context = placed_context(llama, BLOCKS)
     sampling = Sampling(max_new_tokens=8, **options)
     assert llama.supports_relay
-    found, expected = (
-        llama.generate(
-            context.token_ids,
-            FINAL_IDS,
-            sampling,
-            cache=llama.cache_for(context, assembly=assembly),
-        )
-        for assembly in ("relay", "copy")
-    )
+    found, expected = answers(llama, context, FINAL_IDS, sampling)
     assert found == expected
 
 
-def test_enabling_relay_changes_nothing_for_ordinary_calls() -> None:
-    hf_model = tiny_model("llama")
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_enabling_relay_changes_nothing_for_ordinary_calls(implementation: str) -> None:
+    hf_model: PreTrainedModel = tiny_model("llama")
+    hf_model.set_attn_implementation(implementation)
+    options: dict[str, bool] = {"output_attentions": True} if implementation == "eager" else {}
     ids = torch.tensor([BLOCKS[0]])
     with torch.inference_mode():
-        before = hf_model(ids).logits
+        before = hf_model(ids, **options)
         enable_relay(hf_model)
         enable_relay(hf_model)  # idempotent
-        after = hf_model(ids).logits
-    assert torch.equal(before, after)
-
-
-def test_eager_attention_stays_eager_when_no_plan_is_active() -> None:
-    hf_model: PreTrainedModel = tiny_model("llama")
-    hf_model.set_attn_implementation("eager")
-    ids = torch.tensor([BLOCKS[0]])
-    with torch.inference_mode():
-        before = hf_model(ids, output_attentions=True)
-        enable_relay(hf_model)
-        after = hf_model(ids, output_attentions=True)
+        after = hf_model(ids, **options)
     assert torch.equal(before.logits, after.logits)
 
 
 def test_changing_the_attention_implementation_does_not_change_answers() -> None:
-    model = BlockModel(tiny_model("llama"), tiny_tokenizer())
+    model = new_llama()
     assert model.supports_relay
-    context, final = placed_context(model, BLOCKS), torch.tensor([FINAL_IDS])
-    before = model.next_logits(final, model.cache_for(context, assembly="relay"))
+    context = placed_context(model, BLOCKS)
+    before = logits_after(model, context, FINAL_IDS, "relay")
     model.hf_model.set_attn_implementation("eager")
-    after = model.next_logits(final, model.cache_for(context, assembly="relay"))
+    after = logits_after(model, context, FINAL_IDS, "relay")
     assert relative_error(after, before) <= 1e-5
 
 
 def test_two_models_in_two_threads_do_not_share_plans() -> None:
-    models = [BlockModel(tiny_model("llama", seed=seed), tiny_tokenizer()) for seed in (1, 2)]
+    models = [new_llama(seed=seed) for seed in (1, 2)]
     assert all(model.supports_relay for model in models)
 
-    def answer(model: BlockModel) -> list[int]:
-        context = placed_context(model, BLOCKS)
-        cache = model.cache_for(context, assembly="relay")
-        return model.generate(
-            context.token_ids, FINAL_IDS, Sampling(max_new_tokens=20), cache=cache
-        )
+    def answer(model: BlockModel) -> list[list[int]]:
+        return answers(model, placed_context(model, BLOCKS), FINAL_IDS, Sampling(max_new_tokens=20))
 
     expected = [answer(model) for model in models]
-    found: dict[int, list[int]] = {}
-    threads = [
-        threading.Thread(target=lambda i=i: found.update({i: answer(models[i])})) for i in (0, 1)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert [found[0], found[1]] == expected
+    with ThreadPoolExecutor(2) as pool:
+        assert [*pool.map(answer, models)] == expected
 
 
 def test_relay_does_not_copy_the_context_to_the_cache(llama: BlockModel) -> None:
@@ -158,28 +138,18 @@ def test_bfloat16_errors_of_relay_are_no_larger_than_those_of_copying() -> None:
     half = BlockModel(rounded, tiny_tokenizer())
     exact = tiny_model("llama")
     exact.load_state_dict(rounded.state_dict())
-    assemblies: tuple[Literal["relay", "copy"], ...] = ("relay", "copy")
-    errors: dict[str, list[float]] = {name: [] for name in assemblies}
+    errors: dict[str, list[float]] = {name: [] for name in ASSEMBLIES}
     for seed in range(6):
         blocks = [random_ids(20 + 7 * i, 10 * seed + i) for i in range(4)]
         final = random_ids(FINAL, 100 + seed)
         expected = oracle_logits(exact, [*blocks, final])[-1]
         context = placed_context(half, blocks)
-        for assembly in assemblies:
-            cache = half.cache_for(context, assembly=assembly)
-            found = half.next_logits(torch.tensor([final]), cache).float()
+        for assembly in ASSEMBLIES:
+            found = logits_after(half, context, final, assembly).float()
             errors[assembly].append(relative_error(found, expected))
     means = {name: sum(values) / len(values) for name, values in errors.items()}
     assert means["relay"] <= 1.1 * means["copy"], means
     assert max(errors["relay"]) <= 4e-2
-
-
-def test_the_probe_detects_unrotated_queries(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unrotated(self: SegmentTable, _: int, query: Tensor) -> Tensor:
-        return query.expand(len(self.segments), *query.shape[1:])
-
-    monkeypatch.setattr(SegmentTable, "rotated", unrotated)
-    assert not BlockModel(tiny_model("llama"), tiny_tokenizer()).supports_relay
 
 
 @pytest.mark.parametrize("kind", ["latent", "latent, interleaved", "latent and state"])
@@ -201,15 +171,12 @@ def test_latents_are_read_without_expanding_them(monkeypatch: pytest.MonkeyPatch
     attention = type(model.hf_model.model.layers[0].self_attn)
     original = attention.expand_kv
     monkeypatch.setattr(attention, "expand_kv", counted)
-    cache = model.cache_for(context, assembly="relay")
-    model.next_logits(torch.tensor([FINAL_IDS]), cache)
+    logits_after(model, context, FINAL_IDS, "relay")
     assert expanded == [FINAL] * 3
 
 
 @pytest.mark.parametrize("fault", ["unrotated", "merged", "values"])
-def test_the_probe_detects_wrong_attention_to_latents(
-    fault: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_probe_detects_wrong_attention(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     right = LatentMap.outputs
 
     def unrotated(self: SegmentTable, _: int, query: Tensor) -> Tensor:
@@ -223,12 +190,13 @@ def test_the_probe_detects_wrong_attention_to_latents(
 
     if fault == "unrotated":
         monkeypatch.setattr(SegmentTable, "rotated", unrotated)
+        assert not new_llama().supports_relay
     else:
         monkeypatch.setattr(LatentMap, "outputs", merged if fault == "merged" else values)
     assert not new_model("latent").supports_relay
 
 
-@pytest.mark.parametrize("assembly", ["copy", "relay"])
+@pytest.mark.parametrize("assembly", ASSEMBLIES)
 def test_refuses_drafted_tokens(llama: BlockModel, assembly: Literal["copy", "relay"]) -> None:
     context = placed_context(llama, BLOCKS)
     options = Sampling(max_new_tokens=8, extra={"prompt_lookup_num_tokens": 3})

@@ -16,6 +16,8 @@ from transformers import DynamicCache, LogitsProcessor
 from blockattn_rag.check.model import placed_context
 from blockattn_rag.model import BlockModel
 from blockattn_rag.model.sampling import Sampling
+from tests.model import miniatures
+from tests.model.miniatures import new_llama
 from tests.model.test_relay_attention import BLOCKS, FINAL_IDS
 from tests.models import tiny_model, tiny_tokenizer
 
@@ -24,22 +26,14 @@ NEW = 8
 
 @pytest.fixture
 def llama() -> BlockModel:
-    return BlockModel(tiny_model("llama"), tiny_tokenizer())
+    return new_llama()
 
 
 def answers(model: BlockModel, blocks: list[list[int]], **extra: Any) -> list[list[int]]:
     """Return the new tokens with relay attention, and with the copy path."""
-    context = placed_context(model, blocks)
     assert model.supports_relay
-    return [
-        model.generate(
-            context.token_ids,
-            FINAL_IDS,
-            Sampling(max_new_tokens=NEW, extra=extra),
-            cache=model.cache_for(context, assembly=assembly),
-        )
-        for assembly in ("relay", "copy")
-    ]
+    sampling = Sampling(max_new_tokens=NEW, extra=extra)
+    return miniatures.answers(model, placed_context(model, blocks), FINAL_IDS, sampling)
 
 
 def in_full(model: BlockModel, blocks: list[list[int]], **extra: Any) -> list[int]:
@@ -47,19 +41,22 @@ def in_full(model: BlockModel, blocks: list[list[int]], **extra: Any) -> list[in
     return model.generate(ids, FINAL_IDS, Sampling(max_new_tokens=NEW, extra=extra))
 
 
-@pytest.mark.parametrize("scale", [1.5, 4.0])
-def test_guidance_equals_copy_path_and_full_mode(llama: BlockModel, scale: float) -> None:
-    by_relay, by_copy = answers(llama, BLOCKS, guidance_scale=scale)
+GUIDANCE: list[dict[str, Any]] = [
+    {"guidance_scale": 1.5},
+    {"guidance_scale": 4.0},
+    {"guidance_scale": 3.0, "negative_prompt_ids": torch.tensor([BLOCKS[3]])},
+]
+
+
+@pytest.mark.parametrize("options", GUIDANCE, ids=["weak", "strong", "negative prompt"])
+def test_guidance_equals_copy_path_and_full_mode(
+    llama: BlockModel, options: dict[str, Any]
+) -> None:
+    by_relay, by_copy = answers(llama, BLOCKS, **options)
     assert by_relay == by_copy
-    by_relay, _ = answers(llama, BLOCKS[:1], guidance_scale=scale)
-    assert by_relay == in_full(llama, BLOCKS[:1], guidance_scale=scale)
+    by_relay, _ = answers(llama, BLOCKS[:1], **options)
+    assert by_relay == in_full(llama, BLOCKS[:1], **options)
     assert by_relay != in_full(llama, BLOCKS[:1])  # guidance has an effect
-
-
-def test_guidance_with_a_negative_prompt_equals_the_copy_path(llama: BlockModel) -> None:
-    other = torch.tensor([BLOCKS[3]])
-    by_relay, by_copy = answers(llama, BLOCKS, guidance_scale=3.0, negative_prompt_ids=other)
-    assert by_relay == by_copy
 
 
 class RunsTheModel(LogitsProcessor):

@@ -50,6 +50,14 @@ PROSE = (
     ),
     *("Я иду в школу сегодня. ", "मैं आज स्कूल जाता हूँ। ", "วันนี้ฉันไปโรงเรียน ", LETTER),
 )
+REFRAIN = "Row, row, row your boat,\ngently down the stream.\n"
+LEGITIMATE = {
+    "poem": "".join(f"{REFRAIN}Verse {n} is about the {n * 7}.\n" for n in range(20)),
+    "rows": "".join(f"| row {n} | yes | no |\n" for n in range(60)),
+    "lines": "".join(f"x[{n}] = value\n" for n in range(60)),
+    "objects": json.dumps([{"name": f"item {n}", "kind": "a"} for n in range(60)]),
+    "numbers": "[" + "0.25, " * 200 + "1]" + "-" * 500 + "\n" * 300,
+}
 WORDS = ("the ", "no ", "Berlin, ", "and the ", "don't ", "naïve… ", "нет ", "No! ")
 
 
@@ -86,6 +94,11 @@ def test_short_repetition_of_prose_is_not_a_loop(
     rules: AnswerRules, unit: str, copies: int
 ) -> None:
     assert loop_at(rules, unit * copies) is None
+
+
+@pytest.mark.parametrize("text", LEGITIMATE.values(), ids=LEGITIMATE)
+def test_ordinary_repetition_is_not_a_loop(rules: AnswerRules, text: str) -> None:
+    assert loop_at(rules, text) is None
 
 
 @pytest.mark.parametrize("unit", PROSE)

@@ -3,6 +3,7 @@ and in recomputation."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -16,7 +17,7 @@ from blockattn_rag.check.oracle import oracle_logits
 from blockattn_rag.kv.context import Context
 from blockattn_rag.kv.rope import relative_error
 from blockattn_rag.model import BlockModel
-from blockattn_rag.model.kinds import seen_attention
+from blockattn_rag.model.kinds import LayerKind, seen_attention
 from blockattn_rag.model.miniature import miniature
 from blockattn_rag.model.probe import LOGITS, probe_cache
 from blockattn_rag.model.recompute import attention_to_context, recompute
@@ -24,16 +25,15 @@ from blockattn_rag.model.relay_attention import enable_relay
 from blockattn_rag.model.sampling import Sampling
 from tests.model.dense import dense_attention, dense_logits, measured
 from tests.model.families import KINDS
-from tests.model.miniatures import new_model
+from tests.model.miniatures import ASSEMBLIES, logits_after, new_llama, new_model
 from tests.model.test_relay_attention import BLOCKS, FINAL_IDS, random_ids
-from tests.models import tiny_model, tiny_tokenizer
+from tests.models import tiny_tokenizer
 
 EXACT = LOGITS[torch.float32]
 NUM = sum(map(len, BLOCKS))
 IS_PASSAGE = [False, True, True, True]
 WINDOWED = [kind for kind in KINDS if kind.startswith(("windows", "shared"))]
 WINDOWED.remove("windows and state")
-ASSEMBLIES: tuple[Literal["relay", "copy"], ...] = ("relay", "copy")
 
 
 @pytest.mark.parametrize("kind", WINDOWED)
@@ -52,8 +52,7 @@ def test_recomputed_tokens_equal_a_dense_forward(
     assert len(chosen) == round(0.4 * (NUM - len(BLOCKS[0])))
     logits = dense_logits(new_model(kind), [*BLOCKS, FINAL_IDS], chosen)
     for assembly in ASSEMBLIES:
-        cache = model.cache_for(changed, assembly=assembly)
-        found = model.next_logits(torch.tensor([FINAL_IDS]), cache)
+        found = logits_after(model, changed, FINAL_IDS, assembly)
         assert relative_error(found, logits) <= EXACT
 
 
@@ -83,10 +82,7 @@ def test_batches_may_have_contexts_but_not_final_blocks_of_different_lengths(
 
 def test_tokens_are_chosen_by_the_layers_that_see_all_passages() -> None:
     assert measured(new_model("windows")) == [5]
-    assert measured(BlockModel(tiny_model("llama", num_hidden_layers=6), tiny_tokenizer())) == [
-        4,
-        5,
-    ]
+    assert measured(new_llama(num_hidden_layers=6)) == [4, 5]
     assert measured(new_model("windows only")) == [2]
     assert measured(new_model("shared, last tokens only")) == [11]
 
@@ -100,37 +96,38 @@ def test_windows_of_masks_are_measured_to_a_token() -> None:
     assert not any(seen[5].has_window(window) for window in range(1, 64))
 
 
-@pytest.mark.parametrize("change", [-1, 1])
-def test_a_window_that_differs_from_the_mask_rules_out_relay(change: int) -> None:
-    model = new_model("windows")
-    kinds = [
-        kind if kind.window is None else replace(kind, window=kind.window + change)
-        for kind in model.profile.kinds
-    ]
-    model.profile = replace(model.profile, kinds=tuple(kinds))
-    assert not model.supports_relay
-
-
-def test_a_full_layer_with_a_window_in_its_mask_rules_out_relay() -> None:
-    model = new_model("windows")
-    kinds = [replace(kind, attention="full", window=None) for kind in model.profile.kinds]
-    model.profile = replace(model.profile, kinds=(kinds[0], *model.profile.kinds[1:]))
-    assert not model.supports_relay
-
-
-def test_shared_layers_without_a_kind_rule_out_relay() -> None:
-    """transformers 5.19 has no cache for shared layers, so they are not measured."""
-    model = new_model("shared")
-    kinds = tuple(kind for kind in model.profile.kinds if kind.attention != "shared")
+def change_kinds(model: BlockModel, change: Callable[[LayerKind], LayerKind | None]) -> None:
+    """Replace the measured kinds of a model's layers. None removes a layer."""
+    changed = (change(kind) for kind in model.profile.kinds)
+    kinds = tuple(kind for kind in changed if kind is not None)
     model.profile = replace(model.profile, kinds=kinds)
+
+
+def without_window(kind: LayerKind) -> LayerKind:
+    return replace(kind, attention="full", window=None)
+
+
+WRONG_KINDS: dict[str, tuple[str, Callable[[LayerKind], LayerKind | None]]] = {
+    "shorter": ("windows", lambda k: replace(k, window=k.window and k.window - 1)),
+    "longer": ("windows", lambda k: replace(k, window=k.window and k.window + 1)),
+    "no window": ("windows", without_window),
+    # transformers 5.19 has no cache for shared layers, so they are not measured.
+    "no shared layers": ("shared", lambda k: None if k.attention == "shared" else k),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_KINDS)
+def test_kinds_that_differ_from_the_masks_rule_out_relay(name: str) -> None:
+    kind, change = WRONG_KINDS[name]
+    model = new_model(kind)
+    change_kinds(model, change)
     assert not model.supports_relay
 
 
 def test_a_window_longer_than_the_probe_rules_out_relay() -> None:
     model = new_model("windows only")
     model.hf_model.config.sliding_window = 64  # more tokens than the probe has
-    kinds = [replace(kind, attention="full", window=None) for kind in model.profile.kinds]
-    model.profile = replace(model.profile, kinds=tuple(kinds))
+    change_kinds(model, without_window)
     assert not model.supports_relay
 
 
@@ -160,14 +157,11 @@ def test_attention_without_masks_supports_relay(kind: str) -> None:
     context = placed_context(model, BLOCKS)
     changed, _ = recompute(model, context, IS_PASSAGE, FINAL_IDS, 1.0)
     for assembly in ASSEMBLIES:
-        cache = model.cache_for(context, assembly=assembly)
-        found = model.next_logits(torch.tensor([FINAL_IDS]), cache)
+        found = logits_after(model, context, FINAL_IDS, assembly)
         assert relative_error(found, expected) <= EXACT
-    full = oracle_logits(
-        new_model(kind).hf_model, [[token for block in BLOCKS for token in block], FINAL_IDS]
-    )[-1]
-    found = model.next_logits(torch.tensor([FINAL_IDS]), model.cache_for(changed, assembly="relay"))
-    assert relative_error(found, full) <= EXACT
+    blocks = [[token for block in BLOCKS for token in block], FINAL_IDS]
+    full = oracle_logits(new_model(kind).hf_model, blocks)[-1]
+    assert relative_error(logits_after(model, changed, FINAL_IDS, "relay"), full) <= EXACT
 
 
 def test_a_soft_cap_that_attention_does_not_receive_rules_out_relay() -> None:
@@ -225,15 +219,13 @@ def test_queries_are_scaled_for_their_own_position(assembly: Literal["relay", "c
     }
     model = BlockModel(miniature(config), tiny_tokenizer(), pack_weights=False)
     assert model.supports_relay
-    parts = random_ids(40, 1), random_ids(1100, 2), FINAL_IDS
-    first, passage, final = parts
+    first, passage, final = random_ids(40, 1), random_ids(1100, 2), FINAL_IDS
     whole = placed_context(model, [[*first, *passage]])
-    found = model.next_logits(torch.tensor([final]), model.cache_for(whole, assembly=assembly))
+    found = logits_after(model, whole, final, assembly)
     expected = oracle_logits(model.hf_model, [[*first, *passage], final])[-1]
     assert relative_error(found, expected) <= EXACT
     # Tokens are scaled for their position in the passage until they are recomputed.
-    context, _ = recompute(
-        model, placed_context(model, [first, passage]), [False, True], final, 1.0
-    )
-    found = model.next_logits(torch.tensor([final]), model.cache_for(context, assembly=assembly))
+    parts = placed_context(model, [first, passage])
+    context, _ = recompute(model, parts, [False, True], final, 1.0)
+    found = logits_after(model, context, final, assembly)
     assert relative_error(found, expected) <= EXACT
