@@ -46,7 +46,7 @@ from blockattn_rag.prompts.markers import strip_markers
 Configs = RunnableConfig | list[RunnableConfig] | None
 
 
-class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
+class ChatBlockAttention(GenerationFields, BaseChatModel):
     """Chat model that answers from cached passages with a transformers model.
 
     Passages are enclosed in block markers (``BlockDocumentPrompt``, ``format_blocks``), or are text
@@ -105,7 +105,7 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):  # type: ignore[misc]
         if device or device_map:
             model_kwargs = {"device": device or device_map, **(model_kwargs or {})}
         named = [name for name in ("max_new_tokens", "temperature", "stop") if name in options]
-        fields = {name: options.pop(name) for name in named}
+        fields: dict[str, Any] = {name: options.pop(name) for name in named}
         fields |= {"model": model_id, "model_kwargs": model_kwargs, "generate_kwargs": options}
         return cls(**{**fields, **kwargs})
 

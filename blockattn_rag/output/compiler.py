@@ -200,7 +200,7 @@ def _capitalized(name: str) -> str:
 def _ll_grammar(grammar: Grammar) -> str:
     from llguidance import LLMatcher, StructTag, grammar_from
 
-    if grammar.kind in ("json", "json_object"):
+    if grammar.kind == "json" or grammar.kind == "json_object":
         schema = _checked_schema(json.loads(grammar.text))
         defaults: Any = {"whitespace_pattern": _WHITESPACE}
         return LLMatcher.grammar_from_json_schema(schema, defaults=defaults)

@@ -210,7 +210,7 @@ class BlockPrompt:
         blocks = (
             text if isinstance(text, Block) else Block(text) for text in context if text != ""
         )
-        return cls(tuple(blocks), final)
+        return cls(tuple(blocks), final)  # type: ignore[arg-type]  # checked by __post_init__
 
     @classmethod
     def from_spans(

@@ -60,8 +60,6 @@ class Share:
         return sum(heads * size * dtype.itemsize for heads, size, dtype in outline)
 
     def cut(self, kv: BlockKV) -> BlockKV:
-        for layer in self.layers:
-            kv.stored(layer)  # Waits until the adapter is loaded.
         return kv.with_tensors(
             [
                 [tensor[heads.start : heads.stop].clone() for tensor in kv.tensors(layer)]

@@ -106,7 +106,7 @@ def ask(
     if compare and is_conversation:
         raise typer.BadParameter("--compare requires a QUESTION", param_hint="QUESTION")
     variables = _object(chat_template_kwargs, "--chat-template-kwargs", _VARIABLES)
-    answer_schema = _object(schema and schema.read_bytes(), "--schema", _SCHEMA)
+    answer_schema = _object(schema.read_bytes() if schema else None, "--schema", _SCHEMA)
     with waiting("loading the model"):
         database = Database.open(db, model=model, recipe=recipe, remembers=not compare)
         database.require_passages()

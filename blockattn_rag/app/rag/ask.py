@@ -71,7 +71,7 @@ class AssistantAnswer:
     def to_dict(self) -> dict[str, Any]:
         """Return all fields and statistics, except for the times of single steps."""
         fields = asdict(self)
-        stats = fields.pop("stats")
+        stats: dict[str, Any] = fields.pop("stats")
         for step in ("fetch_s", "assemble_s", "prefill_s"):
             del stats[step]
         return fields | stats

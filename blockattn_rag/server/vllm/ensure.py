@@ -128,8 +128,7 @@ class BlockEnsurer:
         }
         self._kept.check_room(sum(in_memory.values()))
         failures = await asyncio.gather(*(self._unstored(block) for block in missing.values()))
-        pairs = zip(missing.values(), failures, strict=True)
-        failed = [block for block, failure in pairs if failure is not None]
+        failed = [block for block, why in zip(missing.values(), failures, strict=True) if why]
         in_memory |= {block.key: block.tokens for block in [*failed, *late]}
         if failed and (must_store or sum(in_memory.values()) > self._kept.max_tokens):
             raise next(filter(None, failures))
