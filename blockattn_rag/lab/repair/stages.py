@@ -43,9 +43,9 @@ from blockattn_rag.lab.repair.report import plot
 from blockattn_rag.lab.repair.student import (
     BATCH,
     BlockSource,
-    CorrectionLoss,
     ReadThroughStore,
     Student,
+    correction_loss,
     correction_trainer,
 )
 from blockattn_rag.lab.repair.teacher import Teacher
@@ -254,7 +254,7 @@ class Repair:
         complete prompt takes minutes on slow machines.
         """
         student = Student(self.model, no_correction(self.model, self.sink))
-        loss = CorrectionLoss(student, self.teacher, self.source)
+        loss = partial(correction_loss, student, self.teacher, self.source)
         self.model.hf_model.requires_grad_(False)
         most = self.limits.passages
         (sample,) = draw_samples(questions[:1], 1, most, most, _SEED)
@@ -267,10 +267,10 @@ class Repair:
                 tick(number, len(prompts))
                 request = EncodeRequest(self._ids(prompt), "", "")
                 speeds = Speeds(
-                    answer=self.teacher.seconds(prompt),
+                    answer=_timed(partial(self.teacher.renew, prompt)),
                     encode=_timed(lambda: [*self.model.encode([request])]),  # noqa: B023
                     fetch=_timed(partial(self.source, prompt)),
-                    step=loss.seconds(prompt),
+                    step=_timed(lambda: loss(prompt).backward()),  # noqa: B023
                 )
             tick(len(prompts), len(prompts))
         complete = len(self._ids(self._prompt(sample)))
@@ -347,7 +347,7 @@ class Repair:
                 student = Student(self.model, closed)
                 trainer = correction_trainer(
                     student,
-                    CorrectionLoss(student, self.teacher, self.source),
+                    partial(correction_loss, student, self.teacher, self.source),
                     checkpoints,
                     train,
                     held,
