@@ -20,6 +20,7 @@ from blockattn_rag.lab.evaluation.metrics import (
     plain_figures,
 )
 from blockattn_rag.lab.evaluation.records import (
+    CLOSED_BOOK,
     FULL,
     Recipes,
     RecordFile,
@@ -108,8 +109,7 @@ def evaluate(
     settings: Mapping[str, Any] | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> EvaluationReport:
-    """Answer each sample in full mode and with each recipe (greedy decoding), and score the
-    answers.
+    """Answer each sample in full mode and with each recipe, greedily, and score the answers.
 
     Raises:
         ValueError: A recipe cannot be used, or ``samples`` is empty.
@@ -144,7 +144,7 @@ def evaluate(
             file.append([_record(s, row, a) for s, a in zip(batch, answers, strict=True)])
             answered += len(batch)
             notify(answered, total)
-    return file.report(noted, _result)
+    return file.report(_result)
 
 
 def _answer(
@@ -154,7 +154,7 @@ def _answer(
     row: Row,
     **options: Any,
 ) -> list[Generation]:
-    prompts = [make_prompt(engine, form, s, closed_book=row.closed_book) for s in batch]
+    prompts = [make_prompt(engine, form, s, closed_book=row.name == CLOSED_BOOK) for s in batch]
     if row.recipe is not None:
         for prompt in prompts:
             engine.precompute(prompt.context, as_prompt=True, recipe=row.recipe)
