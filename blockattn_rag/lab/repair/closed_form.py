@@ -120,16 +120,18 @@ def fit_correction(
         on_progress(number, len(every))
         _add_prompt(model, context, before, fitted if number < len(contexts) else tested)
     on_progress(len(every), len(every))
-    layers = tuple(_layer(solution) for solution in _best(fitted, tested))
-    return Correction(layers, sink, model.fingerprint)
+    return _correction(model, sink, _best(fitted, tested))
 
 
 def no_correction(model: BlockModel, sink: str) -> Correction:
+    return _correction(model, sink, [torch.zeros_like(sums.xy) for sums in _empty_sums(model)])
+
+
+def _correction(model: BlockModel, sink: str, solutions: Sequence[Tensor]) -> Correction:
     layers = []
-    for keys, values in model.profile.layer_outlines:
-        size = keys.size + values.size
-        weight, bias = (torch.zeros(keys.heads, rows, size) for rows in (size, NUM_PLACES))
-        layers.append(LayerCorrection(weight, bias))
+    for solution in solutions:
+        parts = solution.float().split([solution.shape[1] - NUM_PLACES, NUM_PLACES], dim=1)
+        layers.append(LayerCorrection(*(part.contiguous() for part in parts)))
     return Correction(tuple(layers), sink, model.fingerprint)
 
 
@@ -173,8 +175,3 @@ def _best(fitted: Sequence[Sums], tested: Sequence[Sums]) -> list[Tensor]:
         return sum(float(sums.left(s).sum() / sums.yy.sum()) for sums, s in pairs if sums.differ)
 
     return min(([sums.solve(ridge) for sums in fitted] for ridge in _RIDGES), key=left)
-
-
-def _layer(solution: Tensor) -> LayerCorrection:
-    weight, bias = solution.float().split([solution.shape[1] - NUM_PLACES, NUM_PLACES], dim=1)
-    return LayerCorrection(weight.contiguous(), bias.contiguous())

@@ -6,7 +6,7 @@ This module does not import torch, because the command line imports it.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from blockattn_rag.errors import DataError
 
@@ -133,10 +133,6 @@ class RepairPlan:
     steps: int
     training_s: float
     measuring_s: float
-
-    @property
-    def untrained(self) -> RepairPlan:
-        return replace(self, samples=0, steps=0, training_s=0.0)
 
     @classmethod
     def for_time(

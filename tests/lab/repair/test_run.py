@@ -392,7 +392,7 @@ class TestChecks:
         limits = replace(QUICK, passages=5)
         made = Repair(model, material(model), tmp_path / "work", 60.0, limits, lambda *_: None)
         for _ in range(2):  # cached answers must not be measured
-            found = made.speeds([asked])
+            found = made.speeds(asked)
             assert min(found.answer, found.encode, found.step) > 0
         prompt = material(model).prompt(asked.text, asked.passages)
         complete = len(model.tokenizer.prompt_ids(prompt).flat)
