@@ -30,14 +30,8 @@ Loss = Callable[[Any, Mapping[str, Any]], tuple[Tensor, Tensor | int]]
 
 _REMEDY = "start again with a lower learning rate or more warm-up steps"
 
-_ALL_WARM_UP = (
-    "The run has %d steps, but the warm-up has %d: the learning rate of %g is never reached; use "
-    "fewer warm-up steps (warmup_steps), smaller batches (batch_size, --batch-size) or more epochs"
-)
-
 
 def training_arguments(folder: Path, *, batch_size: int, **settings: Any) -> TrainingArguments:
-    """Create the Trainer's arguments from the settings that all runs share and ``settings``."""
     return TrainingArguments(
         output_dir=str(folder),
         per_device_train_batch_size=batch_size,
@@ -67,7 +61,6 @@ class LabTrainer(Trainer):
         lengths: Sequence[int] | None = None,
         on_progress: Callable[[int, int], None] = lambda *_: None,
         time_is_up: Callable[[], bool] = lambda: False,
-        show_progress: bool = False,
         **settings: Any,
     ) -> None:
         watch = _Watch(on_progress, time_is_up, measures=bool(settings.get("eval_dataset")))
@@ -75,16 +68,12 @@ class LabTrainer(Trainer):
         self._loss, self._lengths = loss, lengths
         # The Trainer must not scale losses: compute_loss divides by the batch's number of summands.
         self.model_accepts_loss_kwargs = True
-        if not show_progress:
-            self.remove_callback(PrinterCallback)
+        self.remove_callback(PrinterCallback)
 
     @property
     def history(self) -> list[dict[str, float]]:
-        """Return all losses in order, as dicts with ``step`` and ``loss`` (training) or
-        ``eval_...``.
-
-        If a resumed run evaluated a step twice, only the later result is included.
-        """
+        """All losses in order, as dicts with ``step`` and ``loss`` (training) or ``eval_...``. If a
+        resumed run evaluated a step twice, only the later result is included."""
         kept: dict[tuple[float, bool], dict[str, float]] = {}
         for entry in self.state.log_history:
             losses = {k: v for k, v in entry.items() if k == "loss" or k.startswith("eval_")}
@@ -93,11 +82,8 @@ class LabTrainer(Trainer):
         return list(kept.values())
 
     def train_from(self, checkpoint: Path | None) -> None:
-        """Train to the end, starting from ``checkpoint`` if it is not None.
-
-        A checkpoint of the last step is loaded without training, because ``Trainer.train`` would
-        add another step.
-        """
+        """Train to the end. A checkpoint of the last step is loaded without training, because
+        ``Trainer.train`` would add another step."""
         if checkpoint is not None:
             state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
             if state.global_step >= state.max_steps:
@@ -116,10 +102,8 @@ class LabTrainer(Trainer):
         self._load_best_model()
 
     def check_finite(self) -> None:
-        """Raise DivergedError if weights are NaN or infinite.
-
-        Called after training, because no later loss would reveal that the last step diverged.
-        """
+        """Check the weights after training, because no later loss would reveal that the last step
+        diverged."""
         model: Any = self.model
         finite = torch.tensor(all(bool(p.isfinite().all()) for p in model.parameters()))
         if not self.accelerator.gather(finite.to(self.args.device)).all():
@@ -132,7 +116,6 @@ class LabTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        """Compute the mean loss over the accumulated batch. Called by the Trainer."""
         total, number = self._loss(model, inputs)
         if num_items_in_batch is None:  # Without labels, the Trainer averages over batches.
             return total / number
@@ -146,11 +129,8 @@ class LabTrainer(Trainer):
         return LengthGroupedSampler(self._lengths, size * self.args.world_size, self.args.seed)
 
     def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
-        """Compute and log the mean losses on the evaluation data. Called by the Trainer.
-
-        Returns:
-            ``eval_loss``, or ``eval_<name>_loss`` for each of several datasets.
-        """
+        """Compute and log the mean losses on the evaluation data, ``eval_loss`` or, of each of
+        several datasets, ``eval_<name>_loss``."""
         model: Any = self.model
         data = self.eval_dataset
         was_training = model.training
@@ -190,7 +170,12 @@ class _Watch(TrainerCallback):
         warm_up = args.get_warmup_steps(state.max_steps)
         has_warm_up = args.lr_scheduler_type != "constant" and state.is_world_process_zero
         if has_warm_up and warm_up >= state.max_steps:
-            logger.warning(_ALL_WARM_UP, state.max_steps, warm_up, args.learning_rate)
+            logger.warning(
+                "The run has %d steps, but the warm-up has %d: the learning rate of %g is never "
+                "reached; use fewer warm-up steps (warmup_steps), smaller batches (batch_size, "
+                "--batch-size) or more epochs",
+                state.max_steps, warm_up, args.learning_rate,
+            )  # fmt: skip
         self.on_progress(state.global_step, state.max_steps)
 
     def on_log(self, args: Any, state: Any, control: Any, **settings: Any) -> None:

@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from blockattn_rag.engine.engine import BlockAttentionEngine
 from blockattn_rag.engine.outline import FREE_SINK
@@ -218,11 +217,9 @@ class Repair:
             )
 
     def _plan(self, questions: Sequence[Question], speeds: Speeds | None) -> RepairPlan:
-        """Return the plan, which is created once. A resumed run reads it from the work folder."""
-        minutes = self.budget_s / 60
-
-        def make() -> dict[str, Any]:
-            assert speeds is not None  # Without a plan, speeds have been measured.
+        """Return the plan, which is created once. A resumed run, without speeds, only reads it."""
+        path, minutes = self.folder / PLAN, self.budget_s / 60
+        if speeds is not None:
             plan = RepairPlan.for_time(
                 self.until - time.monotonic(),
                 speeds,
@@ -231,9 +228,8 @@ class Repair:
                 batch=BATCH,
                 limits=self.limits,
             )
-            return {"minutes": minutes, **asdict(plan)}
-
-        kept = work.kept_json(self.folder / PLAN, make)
+            write_json(path, {"minutes": minutes, **asdict(plan)})
+        kept = work.read_work_file(path)
         if (before := kept.pop("minutes")) != minutes:
             raise DataError(
                 f"{self.folder} contains an interrupted repair of {before:g} minutes, but "

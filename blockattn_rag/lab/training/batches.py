@@ -48,9 +48,7 @@ class TokenLayout(NamedTuple):
 def layout_mask(layout: TokenLayout, *, window: int | None = None) -> Tensor:
     """Create a bool mask ``[batch, 1, tokens, tokens]``, True where attention is allowed.
 
-    Args:
-        window: Sliding window of the layer, in places, including the token itself. Default: no
-            window.
+    ``window``: Sliding window in places, including the token itself.
     """
     block, place = layout.block[:, None], layout.place[:, None]
     query, key = block[..., :, None], block[..., None, :]
@@ -93,18 +91,11 @@ class ModelMasks:
 
     def __call__(self, layout: TokenLayout, dtype: torch.dtype) -> Any:
         """Return the mask, or a dict of masks by layer type if the model has several types."""
-        masks = {
-            kind: self._as_taken(layout_mask(layout, window=window), dtype)
-            for kind, window in self._windows.items()
-        }
+        masks = {kind: layout_mask(layout, window=window) for kind, window in self._windows.items()}
+        if self._is_eager:  # Eager attention adds the mask to the scores.
+            lowest = torch.finfo(dtype).min
+            masks = {kind: lowest * (~mask).to(dtype) for kind, mask in masks.items()}
         return masks if len(masks) > 1 else next(iter(masks.values()))
-
-    def _as_taken(self, mask: Tensor, dtype: torch.dtype) -> Tensor:
-        """Convert a mask to eager attention's format: 0 where visible, else the dtype's minimum."""
-        if not self._is_eager:
-            return mask
-        lowest = torch.finfo(dtype).min
-        return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, lowest)
 
 
 Item = Mapping[str, list[int]]
@@ -136,12 +127,9 @@ class ModeDataset(Dataset[Item]):
 
     def __getitem__(self, index: int) -> Item:
         sample = self.samples[index // len(self.modes)]
-        blocks = sample["block_lengths"]
+        ids, labels, blocks = (sample[name] for name in ("input_ids", "labels", "block_lengths"))
         if self.modes[index % len(self.modes)] == "full":
             blocks = [sum(blocks)]
-        return self._item(sample["input_ids"], sample["labels"], blocks)
-
-    def _item(self, ids: list[int], labels: list[int], blocks: Sequence[int]) -> Item:
         names = ("input_ids", "labels", *TokenLayout._fields)
         item: dict[str, list[int]] = {name: [] for name in names}
         start, last = 0, len(blocks) - 1
@@ -194,27 +182,21 @@ class Collator:
 def batch_loss(
     masks: ModelMasks, dtype: torch.dtype, model: Any, batch: Mapping[str, Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Compute a batch's loss for ``LabTrainer``: sum over answer tokens, and their number."""
-    layout = TokenLayout(*(batch[name] for name in TokenLayout._fields))
-    total = summed_cross_entropy(model, batch, masks(layout, dtype))
-    return total, (batch["labels"] != IGNORED).sum()
-
-
-def summed_cross_entropy(model: Any, batch: Mapping[str, Tensor], mask: Any) -> Tensor:
-    """Return the summed cross-entropy of a batch's labels, predicted from the preceding tokens.
+    """Compute the summed cross-entropy of a batch's labels, and their number.
 
     Logits are computed only at positions with a label. With long contexts and large vocabularies,
     the logits of all positions would be the largest tensor in the step.
     """
-    labels = batch["labels"][:, 1:]
+    labels = batch["labels"][:, 1:]  # Each is predicted from the preceding tokens.
     columns = (labels != IGNORED).any(dim=0).nonzero().flatten()
     logits = model(
         input_ids=batch["input_ids"],
-        attention_mask=mask,
+        attention_mask=masks(TokenLayout(*(batch[name] for name in TokenLayout._fields)), dtype),
         position_ids=batch["position_ids"],
         use_cache=False,
         logits_to_keep=columns,
     ).logits
-    return F.cross_entropy(
+    total = F.cross_entropy(
         logits.flatten(0, 1).float(), labels[:, columns].flatten(), reduction="sum"
     )
+    return total, (batch["labels"] != IGNORED).sum()

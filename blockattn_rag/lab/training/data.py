@@ -22,7 +22,7 @@ of turn, or EOS) is also trained on.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -72,13 +72,18 @@ class EncodedSample:
     block_lengths: list[int]
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class DataReport:
-    """Counts of samples and tokens that were read."""
+    """Counts of samples, of samples with a context, and of tokens."""
 
     samples: int = 0
     with_context: int = 0
     tokens: int = 0
+
+    @classmethod
+    def of(cls, block_lengths: Iterable[Sequence[int]]) -> DataReport:
+        samples = list(block_lengths)
+        return cls(len(samples), sum(len(b) > 1 for b in samples), sum(map(sum, samples)))
 
 
 class SampleEncoder:
@@ -184,17 +189,12 @@ class SampleEncoder:
 
 
 def read_training_samples(
-    files: Iterable[str | Path], encoder: SampleEncoder, report: DataReport | None = None
+    files: Iterable[str | Path], encoder: SampleEncoder
 ) -> Iterator[EncodedSample]:
     """Stream the samples of plain or gzip JSON Lines files, skipping blank lines."""
-    report = DataReport() if report is None else report
-    for path in map(Path, files):
+    for path in files:
         encoded = parsed_lines(path, lambda line, _: encoder.encode_record(line), may_be_empty=True)
-        for _, sample in encoded:
-            report.samples += 1
-            report.with_context += len(sample.block_lengths) > 1
-            report.tokens += len(sample.input_ids)
-            yield sample
+        yield from (sample for _, sample in encoded)
 
 
 def _parse_blocks(fields: JsonRecord) -> TrainingSample:

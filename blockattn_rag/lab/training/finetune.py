@@ -155,8 +155,9 @@ def _run(config: FinetuneConfig, folder: Path, arguments: TrainingArguments) -> 
         max_tokens=getattr(model.config, "max_position_embeddings", None),
     )
     with arguments.main_process_first(local=False):
-        train, train_report = _encoded(config.train_data, folder / "train.arrow", encoder)
-        held, _ = _encoded(config.eval_data, folder / "eval.arrow", encoder)
+        train = _encoded(config.train_data, folder / "train.arrow", encoder)
+        held = _encoded(config.eval_data, folder / "eval.arrow", encoder)
+    train_report = DataReport.of(train["block_lengths"])
     if "block" in config.modes:
         _check_context(train_report)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
@@ -170,7 +171,6 @@ def _run(config: FinetuneConfig, folder: Path, arguments: TrainingArguments) -> 
         train_dataset=items,
         data_collator=Collator(pad or 0),
         lengths=items.token_counts(),
-        show_progress=config.progress,
         eval_dataset={m: ModeDataset(held, [m], *how) for m in config.modes} if held else None,
     )
     started = time.monotonic()
@@ -230,22 +230,20 @@ def _with_adapters(model: Any, config: FinetuneConfig) -> Any:
     return peft.get_peft_model(model, adapters)
 
 
-def _encoded(
-    files: Sequence[str | Path], path: Path, encoder: SampleEncoder
-) -> tuple[Any, DataReport]:
+def _encoded(files: Sequence[str | Path], path: Path, encoder: SampleEncoder) -> Any:
     """Encode files as a memory-mapped ``datasets.Dataset``, which is written by one process."""
-    report, listing = DataReport(), path.with_suffix(".json")
     if not files:
-        return [], report
+        return []
     if PartialState().is_main_process:
         with ArrowWriter(path=str(path)) as writer:
-            for sample in read_training_samples(files, encoder, report):
+            is_empty = True
+            for sample in read_training_samples(files, encoder):
                 writer.write(dataclasses.asdict(sample))
-            if not report.samples:
+                is_empty = False
+            if is_empty:
                 raise DataError(f"Found no sample in {', '.join(map(str, files))}")
             writer.finalize()
-        write_json(listing, dataclasses.asdict(report))
-    return Dataset.from_file(str(path)), DataReport(**json.loads(listing.read_text("utf-8")))
+    return Dataset.from_file(str(path))
 
 
 def _check_context(report: DataReport) -> None:

@@ -187,9 +187,10 @@ class TestBadData:
         assert expected in str(caught.value)
 
     def test_samples_and_tokens_are_counted(self, tmp_path: Path) -> None:
-        file, report = tmp_path / "data.jsonl", DataReport()
+        file = tmp_path / "data.jsonl"
         file.write_text("".join(json.dumps(record) + "\n" for record in RECORDS.values()))
-        found = list(read_training_samples([file], SampleEncoder(tiny_tokenizer()), report))
+        found = list(read_training_samples([file], SampleEncoder(tiny_tokenizer())))
+        report = DataReport.of(sample.block_lengths for sample in found)
         assert report.samples == len(found) == len(RECORDS)
         assert report.tokens == sum(len(sample.input_ids) for sample in found)
 
