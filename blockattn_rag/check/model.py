@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
 
-from blockattn_rag.check.oracle import oracle_generate, oracle_logits
+from blockattn_rag.check.oracle import oracle_generate, oracle_logits, recipe_arguments
+from blockattn_rag.engine.lookup import PLAIN
 from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.kv.context import Context, place
 from blockattn_rag.kv.rope import relative_error
 from blockattn_rag.model.block_model import BlockModel
 from blockattn_rag.model.encoding import EncodeRequest
-from blockattn_rag.model.kinds import storing, summary
+from blockattn_rag.model.kinds import summary
 from blockattn_rag.model.probe import LOGITS, LOGITS_OF_OTHER_DTYPES, vocabulary_size
 from blockattn_rag.model.recompute import recompute
 from blockattn_rag.model.sampling import Sampling
@@ -61,11 +63,16 @@ def check_model(model: BlockModel, recipe: Recipe | None = None) -> CheckReport:
     model's rounding error: the change in full attention's logits when each embedding changes by one
     rounding step. The rotary layout was measured when the model was loaded.
     """
-    blocks = _random_blocks(model)
+    generator, vocabulary = torch.Generator().manual_seed(1), vocabulary_size(model.hf_model)
+    blocks: list[list[int]] = [
+        torch.randint(vocabulary, (tokens,), generator=generator).tolist()
+        for tokens in _BLOCK_TOKENS
+    ]
     budget = _budget(model, blocks)
     first, final = blocks[0], blocks[-1]
+    one = placed_context(model, [first])
     errors = {
-        "one block = full attention": _full_error(model, [first, final]),
+        "one block = full attention": _full_error(model, [first, final], one),
         "assembled = oracle": _oracle_error(model, blocks),
         "same block twice = oracle": _oracle_error(model, [first, first, final]),
         "other order = oracle": _oracle_error(model, [*blocks[-2::-1], final]),
@@ -75,9 +82,12 @@ def check_model(model: BlockModel, recipe: Recipe | None = None) -> CheckReport:
         sink = sink_ids(recipe.sink, model.tokenizer)
         errors[f"recipe {recipe} = oracle"] = _oracle_error(model, blocks, sink, recipe)
         if recipe.recompute:
-            errors["all tokens recomputed = full attention"] = _recomputed_error(
-                model, blocks, sink, recipe
-            )
+            placed = placed_context(model, blocks[:-1], sink, recipe)
+            may_change = [False, *[True] * (len(blocks) - 2)]
+            with model.lock:
+                recomputed, _ = recompute(model, placed, may_change, final, 1.0)
+            name = "all tokens recomputed = full attention"
+            errors[name] = _full_error(model, blocks, recomputed)
     detail = "relative error of the logits"
     rows = [
         _layout_row(model),
@@ -92,24 +102,16 @@ def _layout_row(model: BlockModel) -> CheckRow:
     profile = model.profile
     kinds = {(layout.pairing, layout.rotary_dim) for layout in profile.layouts}
     kind = ", ".join(f"{pairing} x {dim}" if dim else "none" for pairing, dim in sorted(kinds))
-    detail = (
-        f"{summary(profile.kinds)}; rotation: {kind}; {model.bytes_per_token:,} bytes per token"
-    )
-    error = max(profile.key_error, profile.value_error)
-    return CheckRow("layers", True, error, None, detail)
-
-
-def _random_blocks(model: BlockModel) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(1)
-    vocabulary = vocabulary_size(model.hf_model)
-    return [torch.randint(vocabulary, (n,), generator=generator).tolist() for n in _BLOCK_TOKENS]
+    size = f"{model.bytes_per_token:,} bytes per token"
+    detail = f"{summary(profile.kinds)}; rotation: {kind}; {size}"
+    return CheckRow("layers", True, max(profile.key_error, profile.value_error), None, detail)
 
 
 def placed_context(
     model: BlockModel,
     blocks: list[list[int]],
     sink: Sequence[int] = (),
-    recipe: Recipe = Recipe(),  # noqa: B008 -- frozen
+    recipe: Recipe = PLAIN,
 ) -> Context:
     """Encode blocks of token ids, and place them in order, with a recipe's positions.
 
@@ -127,65 +129,34 @@ def placed_context(
     return place(context, recipe.positions)
 
 
-def _full_error(
-    model: BlockModel, blocks: list[list[int]], context: Context | None = None
-) -> float:
-    """Logits error after each token of the final block, compared with full attention.
-
-    ``context``: Context before the final block. Default: the other blocks, in block mode."""
-    *others, final = blocks
-    if context is None:
-        context = placed_context(model, others)
-    expected = _full_logits(model, blocks)
-    return relative_error(_block_logits(model, context, final), expected)
+def _full_error(model: BlockModel, blocks: list[list[int]], context: Context) -> float:
+    """Logits error after each token of the final block, compared with full attention."""
+    return relative_error(_block_logits(model, context, blocks[-1]), _full_logits(model, blocks))
 
 
 def _oracle_error(
     model: BlockModel,
     blocks: list[list[int]],
     sink: Sequence[int] = (),
-    recipe: Recipe = Recipe(),  # noqa: B008 -- frozen
+    recipe: Recipe = PLAIN,
 ) -> float:
     """Logits error after each token of the final block, compared with the oracle.
 
     Includes a recipe's adapter and positions, but neither recomputation nor promotion, which only
     moves passages into the final block."""
     found = _block_logits(model, placed_context(model, blocks[:-1], sink, recipe), blocks[-1])
-    expected = oracle_logits(
-        model.hf_model,
-        blocks,
-        sink,
-        adapter=recipe.adapter,
-        layouts=model.profile.layouts,
-        layers=storing(model.profile.kinds),
-        positions=recipe.positions,
-    )
+    expected = oracle_logits(model.hf_model, blocks, sink, **recipe_arguments(model, recipe))
     return relative_error(found, expected)
-
-
-def _recomputed_error(
-    model: BlockModel, blocks: list[list[int]], sink: Sequence[int], recipe: Recipe
-) -> float:
-    """Logits error after the final block, compared with full attention, if all tokens of all blocks
-    except the first are recomputed."""
-    *context, final = blocks
-    placed = placed_context(model, context, sink, recipe)
-    may_change = [False, *[True] * (len(context) - 1)]
-    with model.lock:
-        recomputed, _ = recompute(model, placed, may_change, final, 1.0)
-    return _full_error(model, blocks, recomputed)
 
 
 def _full_logits(model: BlockModel, blocks: list[list[int]]) -> Tensor:
     """Logits of full attention after each token of the final block."""
     *others, (first, *rest) = blocks
-    ids = [token for block in others for token in block]
-    return model.answer_logits(ids, [first], [*rest, 0]).float()
+    return model.answer_logits([*chain(*others)], [first], [*rest, 0]).float()
 
 
 def _block_logits(model: BlockModel, context: Context, final_ids: list[int]) -> Tensor:
-    """Block-mode logits after each token of the final block. The 0 is a placeholder that is never
-    an input."""
+    """Block-mode logits after each token of the final block. The 0 is never an input."""
     first, *others = final_ids
     return model.answer_logits((), [first], [*others, 0], model.cache_for(context)).float()
 

@@ -4,7 +4,7 @@ The oracle runs one dense forward pass over all tokens of the prompt, with an ex
 Nothing is stored, moved or merged. With an adapter, the final block attends to each passage's
 adapted keys and values, and all other rows attend to the original ones. The formula of
 ``model.correction`` is evaluated block by block, in float64, with explicit attention weights. State
-layers run segment by segment (``check.segments``). Only tests and ``check`` import this module.
+layers run segment by segment (``check.segments``).
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from blockattn_rag.kv.context import Positions
 from blockattn_rag.kv.rope import RotaryLayout, rotate
 from blockattn_rag.model import BlockModel
 from blockattn_rag.model.correction import PLACES, Correction
+from blockattn_rag.model.kinds import storing
 from blockattn_rag.prompts.blocks import BlockPrompt
 from blockattn_rag.prompts.sinks import sink_ids as ids_of_sink
 
@@ -46,17 +47,15 @@ class Layout(NamedTuple):
 
 def layout_of(block_lengths: Sequence[int], sink_length: int = 0) -> Layout:
     """Create a layout with a sink before each block except the first and the final block."""
-    block: list[int] = []
-    position: list[int] = []
-    is_sink: list[bool] = []
+    tokens: list[tuple[int, int, bool]] = []
     start, final = 0, len(block_lengths) - 1
     for number, length in enumerate(block_lengths):
         sink = sink_length if 0 < number < final else 0
-        block += [number] * (sink + length)
-        position += range(start - sink, start + length)
-        is_sink += [True] * sink + [False] * length
+        places = range(start - sink, start + length)
+        tokens += ((number, place, place < start) for place in places)
         start += length
-    return Layout(torch.tensor(block), torch.tensor(position), torch.tensor(is_sink))
+    block, position, is_sink = map(torch.tensor, zip(*tokens, strict=True))
+    return Layout(block, position, is_sink)
 
 
 def block_mask(
@@ -151,22 +150,26 @@ def oracle_generate(
     return new
 
 
+def recipe_arguments(model: BlockModel, recipe: Recipe) -> dict[str, Any]:
+    """Arguments of ``oracle_logits`` for a recipe, except its sink."""
+    return {
+        "adapter": recipe.adapter,
+        "layouts": model.profile.layouts,
+        "layers": storing(model.profile.kinds),
+        "positions": recipe.positions,
+    }
+
+
 class RecipeOracle:
     """Oracle for answers to a prompt with a recipe."""
 
     def __init__(self, model: BlockModel, prompt: BlockPrompt, recipe: Recipe) -> None:
         if recipe.recompute:
             raise ValueError(f"Invalid recipe {recipe}: the oracle does not recompute tokens")
-        self._hf_model = model.hf_model
-        self._end_ids = sorted(model.end_token_ids)
+        self._model = model
+        self._sink_ids = ids_of_sink(recipe.sink, model.tokenizer)
+        self._arguments = recipe_arguments(model, recipe)
         ids = model.tokenizer.prompt_ids(prompt)
-        self._arguments: dict[str, Any] = {
-            "sink_ids": ids_of_sink(recipe.sink, model.tokenizer),
-            "adapter": recipe.adapter,
-            "layouts": model.profile.layouts,
-            "layers": [i for i, kind in enumerate(model.profile.kinds) if kind.stores],
-            "positions": recipe.positions,
-        }
         # Do not use the tokenizer's split, which engines use and the oracle must verify.
         is_passage = [block.is_passage for block in prompt.context]
         stay, promoted = len(ids.context), min(recipe.promote, sum(is_passage))
@@ -178,12 +181,13 @@ class RecipeOracle:
     def logits(self, answer_ids: Sequence[int] = ()) -> Tensor:
         """Logits ``[answer tokens + 1, vocab]`` after the prompt and after each answer token."""
         blocks = [*self.blocks[:-1], [*self.blocks[-1], *answer_ids]]
-        found = oracle_logits(self._hf_model, blocks, **self._arguments)
+        found = oracle_logits(self._model.hf_model, blocks, self._sink_ids, **self._arguments)
         return found[-1 - len(answer_ids) :]
 
     def generate(self, max_new_tokens: int) -> list[int]:
+        ends, model = sorted(self._model.end_token_ids), self._model.hf_model
         return oracle_generate(
-            self._hf_model, self.blocks, max_new_tokens, self._end_ids, **self._arguments
+            model, self.blocks, max_new_tokens, ends, self._sink_ids, **self._arguments
         )
 
 

@@ -34,11 +34,7 @@ def segments(block: Tensor) -> list[Rows]:
 
 @contextmanager
 def segmented(hf_model: PreTrainedModel, block: Tensor) -> Iterator[None]:
-    """Run the state layers segment by segment within the ``with`` block.
-
-    Args:
-        block: Block index of each token, ``[n]``.
-    """
+    """Run the state layers segment by segment. ``block`` ``[n]``: Block index of each token."""
     parts = [(at.to(hf_model.device), keeps) for at, keeps in segments(block)]
     with ExitStack() as undo:
         for mixer in state_mixers(hf_model):
@@ -89,9 +85,8 @@ def state_mixers(hf_model: PreTrainedModel) -> list[nn.Module]:
     """Find the outermost modules that update a state in the cache."""
     running: list[nn.Module] = []
     found: list[nn.Module] = []
-    if not any(
-        hasattr(layer, "conv_states") for layer in DynamicCache(config=hf_model.config).layers
-    ):
+    layers = DynamicCache(config=hf_model.config).layers
+    if not any(hasattr(layer, "conv_states") for layer in layers):
         return found
 
     class Watch(DynamicCache):

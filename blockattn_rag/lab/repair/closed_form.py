@@ -71,10 +71,8 @@ class Sums:
 
     @property
     def differ(self) -> bool:
-        """Whether blocks differ from full attention by more than rounding errors.
-
-        In layer 0, they usually do not.
-        """
+        """Whether blocks differ from full attention by more than rounding errors. In layer 0, they
+        usually do not."""
         states = self.xx.diagonal(dim1=1, dim2=2)[:, : self._size]
         return bool(self.yy.sum() > self._rounding * states.sum())
 
@@ -143,10 +141,7 @@ def _empty_sums(model: BlockModel) -> list[Sums]:
 
 
 def _add_prompt(
-    model: BlockModel,
-    context: TokenBlocks,
-    before: Sequence[int],
-    sums: Sequence[Sums],
+    model: BlockModel, context: TokenBlocks, before: Sequence[int], sums: Sequence[Sums]
 ) -> None:
     first, *others = whole = [list(ids) for ids in context]
     requests = [EncodeRequest(ids, str(i), "", before) for i, ids in enumerate(others)]

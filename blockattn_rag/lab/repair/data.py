@@ -124,18 +124,16 @@ def draw_samples(
 ) -> list[Question]:
     """Draw ``count`` samples, cycling through the questions, each time with other passages.
 
-    A sample's passages are in prompt order.
-
-    Args:
-        fewest, most: Range of the number of passages in a sample, including the question's first
-            passage. A question with fewer passages uses all of them.
+    A sample's passages are in prompt order. It has ``fewest`` to ``most`` passages, including the
+    question's first one, or all if the question has fewer.
     """
     rng = random.Random(seed)
     samples = []
     for index in range(count):
         question = questions[index % len(questions)]
         first, *others = question.passages
-        size = rng.randint(min(fewest, len(others) + 1), min(most, len(others) + 1))
+        available = len(question.passages)
+        size = rng.randint(min(fewest, available), min(most, available))
         shown = [first, *rng.sample(others, size - 1)]
         rng.shuffle(shown)
         samples.append(replace(question, passages=tuple(shown)))
@@ -144,8 +142,7 @@ def draw_samples(
 
 def read_passages(path: Path) -> list[Passage]:
     lines = parsed_lines(path, lambda record, _: _stripped(passage_of(record)))
-    passages = (passage for _, passage in lines)
-    return list(dict.fromkeys(passages))
+    return list(dict.fromkeys(passage for _, passage in lines))
 
 
 def read_questions(path: Path, nearest: Nearest | None, num_passages: int) -> list[Question]:
@@ -239,11 +236,8 @@ def _write_missing(
 def _prompt(engine: BlockAttentionEngine, passage: Passage) -> BlockPrompt:
     tokenizer = engine.model.tokenizer.tokenizer
     text = f"{passage.title}\n{passage.text}".strip()
-    spans: tuple[Span, ...] = (
-        Span(_ASK[0], "system"),
-        Span(text, "conversation"),
-        Span(_ASK[1], "system"),
-    )
+    before, after = (Span(part, "system") for part in _ASK)
+    spans: Sequence[Span] = (before, Span(text, "conversation"), after)
     if has_chat_template(tokenizer):
         messages: list[Message] = [{"role": "user", "content": spans}]
         spans = chat_spans(tokenizer, messages)
