@@ -10,6 +10,7 @@ layers run segment by segment (``check.segments``).
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
@@ -192,25 +193,19 @@ class RecipeOracle:
 
 
 def _masks(hf_model: PreTrainedModel, lengths: Sequence[int], sink_length: int) -> Any:
+    """Additive masks ``[1, 1, n, n]``: 0 where a token is visible, else the dtype's minimum."""
     layers = DynamicCache(config=hf_model.config).layers
     windows = {getattr(layer, "sliding_window", None) for layer in layers}
-    masks = {w: _additive(block_mask(lengths, w, sink_length), hf_model) for w in windows}
+    lowest, masks = torch.finfo(hf_model.dtype).min, {}
+    for window in windows:
+        hidden = ~block_mask(lengths, window, sink_length)[None, None]
+        masks[window] = lowest * hidden.to(hf_model.device, hf_model.dtype)
     if len(windows) == 1:
         return masks.popitem()[1]
     (window,) = windows - {None}
-    found = _Masks(full_attention=masks[None], sliding_attention=masks[window])
-    return _Masks(found, hybrid=masks[None], hybrid_sliding=masks[window])
-
-
-class _Masks(dict[str, Tensor]):
-    def __missing__(self, _: str) -> None:
-        return None
-
-
-def _additive(mask: Tensor, hf_model: PreTrainedModel) -> Tensor:
-    """Additive mask ``[1, 1, n, n]``: 0 where a token is visible, else the dtype's minimum."""
-    bias = torch.zeros(1, 1, *mask.shape, dtype=hf_model.dtype)
-    return bias.masked_fill_(~mask, torch.finfo(hf_model.dtype).min).to(hf_model.device)
+    full = dict.fromkeys(("full_attention", "hybrid"), masks[None])
+    sliding = dict.fromkeys(("sliding_attention", "hybrid_sliding"), masks[window])
+    return defaultdict(lambda: None, full | sliding)
 
 
 @contextmanager

@@ -84,22 +84,21 @@ class LabTrainer(Trainer):
     def train_from(self, checkpoint: Path | None) -> None:
         """Train to the end. A checkpoint of the last step is loaded without training, because
         ``Trainer.train`` would add another step."""
-        if checkpoint is not None:
-            state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
-            if state.global_step >= state.max_steps:
-                self.state = state
-                self._load_final(checkpoint)
-                return
-        self.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-
-    def _load_final(self, checkpoint: Path) -> None:
-        if not self.args.load_best_model_at_end:
-            self._load_from_checkpoint(str(checkpoint))
+        if checkpoint is None:
+            self.train()
             return
-        # The recorded path is relative to the interrupted run's working directory.
-        best = f"checkpoint-{self.state.best_global_step}"
-        self.state.best_model_checkpoint = str(checkpoint.parent / best)
-        self._load_best_model()
+        state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
+        if state.global_step < state.max_steps:
+            self.train(resume_from_checkpoint=str(checkpoint))
+        elif self.args.load_best_model_at_end:
+            # The recorded path is relative to the interrupted run's working directory.
+            best = checkpoint.with_name(f"checkpoint-{state.best_global_step}")
+            state.best_model_checkpoint = str(best)
+            self.state = state
+            self._load_best_model()
+        else:
+            self.state = state
+            self._load_from_checkpoint(str(checkpoint))
 
     def check_finite(self) -> None:
         """Check the weights after training, because no later loss would reveal that the last step

@@ -32,7 +32,7 @@ from blockattn_rag.lab.evaluation.records import (
 )
 from blockattn_rag.prompts.blocks import NO_TEMPLATE, BlockPrompt
 from blockattn_rag.prompts.checkpoints import AUTO_FORMAT, format_for
-from blockattn_rag.prompts.formats import Passage, PromptFormat
+from blockattn_rag.prompts.formats import PromptFormat
 
 # Closed-book prompt from Liu et al. 2023.
 CLOSED_BOOK_FORMAT = PromptFormat(
@@ -170,7 +170,7 @@ def make_prompt(
 ) -> BlockPrompt:
     if closed_book:
         form = CLOSED_BOOK_FORMAT
-    passages = [] if closed_book else [Passage(p.title, p.text) for p in sample.passages]
+    passages = () if closed_book else sample.passages
     return form.prompt(sample.question, passages, engine.model.tokenizer.tokenizer)
 
 

@@ -47,13 +47,12 @@ def exact_match(output: str, answers: Sequence[str]) -> float:
 
 def f1_score(output: str, answers: Sequence[str]) -> float:
     """Return the highest F1 score (of word precision and recall) over the gold answers, in 0..1."""
-    return max((_f1(normalize_answer(output), normalize_answer(a)) for a in answers), default=0.0)
-
-
-def _f1(output: str, answer: str) -> float:
-    found, expected = output.split(), answer.split()
-    common = sum((Counter(found) & Counter(expected)).values())
-    return 2 * common / (len(found) + len(expected)) if common else 0.0
+    found, best = normalize_answer(output).split(), 0.0
+    for answer in answers:
+        expected = normalize_answer(answer).split()
+        common = (Counter(found) & Counter(expected)).total()
+        best = max(best, 2 * common / (len(found) + len(expected) or 1))
+    return best
 
 
 METRICS: dict[str, Callable[[str, Sequence[str]], float]] = {

@@ -15,7 +15,6 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 from blockattn_rag.engine.engine import BlockAttentionEngine
 from blockattn_rag.engine.find_recipe import RecipeLike, resolve_recipe
 from blockattn_rag.engine.recipe import Recipe
-from blockattn_rag.engine.results import Mode
 from blockattn_rag.errors import DataError
 from blockattn_rag.lab.evaluation.datasets import Sample
 
@@ -34,17 +33,15 @@ class Row:
     recipe: Recipe | None = None
 
     @property
-    def mode(self) -> Mode:
-        return "full" if self.recipe is None else "block"
-
-    @property
     def digest(self) -> str:
         """Digest of the recipe. Empty in full mode."""
         return "" if self.recipe is None else self.recipe.digest
 
     @property
     def options(self) -> dict[str, Any]:
-        return {"mode": self.mode} | ({} if self.recipe is None else {"recipe": self.recipe})
+        if self.recipe is None:
+            return {"mode": "full"}
+        return {"mode": "block", "recipe": self.recipe}
 
 
 def rows_of(
@@ -202,10 +199,10 @@ class RecordFile(Generic[R]):
                 )
 
 
-def listed(ids: Sequence[str], most: int = 20) -> str:
-    """Format a list of ids for a message, with at most ``most`` ids."""
-    rest = f" and {len(ids) - most} more" if len(ids) > most else ""
-    return f"the ids {', '.join(ids[:most])}{rest}"
+def listed(ids: Sequence[str]) -> str:
+    """Format a list of ids for a message, with at most 20 ids."""
+    rest = f" and {len(ids) - 20} more" if len(ids) > 20 else ""
+    return f"the ids {', '.join(ids[:20])}{rest}"
 
 
 def _dump(value: Any) -> str:

@@ -47,7 +47,7 @@ from blockattn_rag.lab.repair.student import (
     ReadThroughStore,
     Student,
     correction_loss,
-    correction_trainer,
+    train_correction,
 )
 from blockattn_rag.lab.repair.teacher import Teacher
 from blockattn_rag.model import BlockModel, EncodeRequest
@@ -337,28 +337,21 @@ class Repair:
         path, curve = self.folder / "trained.safetensors", self.folder / "curve.json"
         if not path.is_file():
             self.model.hf_model.requires_grad_(False)
-            checkpoints = self.folder / work.CHECKPOINTS
-            checkpoint = work.last_checkpoint(checkpoints)
-            latest = min(
-                self.until - plan.measuring_s,
-                time.monotonic() + LATEST * plan.training_s,
-            )
+            latest = min(self.until - plan.measuring_s, time.monotonic() + LATEST * plan.training_s)
+            student = Student(self.model, closed)
             with self._stage("training") as tick:
-                student = Student(self.model, closed)
-                trainer = correction_trainer(
+                losses = train_correction(
                     student,
                     partial(correction_loss, student, self.teacher, self.source),
-                    checkpoints,
+                    self.folder / work.CHECKPOINTS,
                     train,
                     held,
                     max_steps=plan.steps,
                     eval_steps=max(1, plan.steps // self.limits.measurements),
-                    is_resumed=checkpoint is not None,
                     on_progress=tick,
                     time_is_up=lambda: time.monotonic() > latest,
                 )
-                trainer.train_from(checkpoint)
-            write_json(curve, {"curve": trainer.history})
+            write_json(curve, {"curve": losses})
             save_correction(student.finished(), path)
         return read_correction(path), work.read_work_file(curve)["curve"]
 

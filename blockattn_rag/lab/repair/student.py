@@ -21,6 +21,7 @@ from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.kv.context import Context, place
 from blockattn_rag.lab.repair.teacher import Teacher, answer_loss, divergence
 from blockattn_rag.lab.trainer import LabTrainer, training_arguments
+from blockattn_rag.lab.work import last_checkpoint
 from blockattn_rag.model import BlockModel
 from blockattn_rag.model.caches import isolated_caches
 from blockattn_rag.model.correction import Correction, LayerCorrection
@@ -144,7 +145,7 @@ def correction_loss(
     return answer_loss(divergence(answer.predictions, logits))
 
 
-def correction_trainer(
+def train_correction(
     student: Student,
     loss: Callable[[BlockPrompt], Tensor],
     folder: Path,
@@ -153,11 +154,14 @@ def correction_trainer(
     *,
     max_steps: int,
     eval_steps: int,
-    is_resumed: bool,
     on_progress: Callable[[int, int], None],
     time_is_up: Callable[[], bool],
-) -> LabTrainer:
-    """Create the trainer of a student, which keeps the state with the lowest held-out loss."""
+) -> list[dict[str, float]]:
+    """Train a student, and keep the state with the lowest held-out loss. Returns all losses.
+
+    Resumes from the last checkpoint in ``folder``.
+    """
+    checkpoint = last_checkpoint(folder)
     arguments = training_arguments(
         folder,
         batch_size=1,
@@ -168,7 +172,7 @@ def correction_trainer(
         adam_beta2=_ADAM_BETA2,
         eval_strategy="steps",
         eval_steps=eval_steps,
-        eval_on_start=not is_resumed,
+        eval_on_start=checkpoint is None,
         save_strategy="steps",
         save_steps=eval_steps,
         load_best_model_at_end=True,
@@ -184,7 +188,7 @@ def correction_trainer(
             f"Found {arguments.n_gpu} GPUs, expected one: make only one visible "
             "(CUDA_VISIBLE_DEVICES=0)"
         )
-    return LabTrainer(
+    trainer = LabTrainer(
         model=student,
         args=arguments,
         loss=lambda _, batch: (loss(batch["prompt"]), 1),
@@ -194,3 +198,5 @@ def correction_trainer(
         on_progress=on_progress,
         time_is_up=time_is_up,
     )
+    trainer.train_from(checkpoint)
+    return trainer.history

@@ -176,8 +176,7 @@ class SampleEncoder:
         return TrainingSample(prompt, answer["content"])
 
     def _parse_passages(self, fields: JsonRecord) -> TrainingSample:
-        records = passages_of(fields, may_be_empty=True)
-        passages = [formats.Passage(record.title, record.text) for record in records]
+        passages = passages_of(fields, may_be_empty=True)
         (question, answer), *later = _turns(fields, "question", "answer")
         prompt = self.format.prompt(question, passages, self.hf_tokenizer)
         return TrainingSample(prompt, answer, tuple((self._follow_up(q), a) for q, a in later))

@@ -442,7 +442,7 @@ class TestInterruption:
                 repaired(model, output)
         for owner, name in ((Teacher, "compute"), (Comparer, "compare")):
             monkeypatch.setattr(owner, name, fails)
-        for name in ("fit_correction", "correction_trainer"):
+        for name in ("fit_correction", "train_correction"):
             monkeypatch.setattr(stages, name, fails)
         assert repaired(model, output).adapter is not None
 
