@@ -35,8 +35,7 @@ _BOUNDARY_TEXT = "Halden Tower is 214 metres tall.\n\nIt was built in 1931."
 
 @dataclass(frozen=True, slots=True)
 class CheckRow:
-    """Result of one check. ``value``: Measured value, if any. ``budget``: Upper limit of ``value``,
-    if there is one."""
+    """Result of one check. ``budget``: Upper limit of the measured ``value``, if there is one."""
 
     name: str
     passed: bool
@@ -116,9 +115,8 @@ def placed_context(
     sink: Sequence[int] = (),
     recipe: Recipe = PLAIN,
 ) -> Context:
-    """Encode blocks of token ids, and place them in order, with a recipe's positions.
-
-    All blocks except the first are encoded with ``sink`` and the recipe's adapter."""
+    """Encode blocks of token ids, all except the first with ``sink`` and the recipe's adapter, and
+    place them in order, with the recipe's positions."""
     sinks = [sink if index else () for index in range(len(blocks))]
     requests = [
         EncodeRequest(ids, f"{ids}, {before}", "", before)
@@ -143,10 +141,8 @@ def _oracle_error(
     sink: Sequence[int] = (),
     recipe: Recipe = PLAIN,
 ) -> float:
-    """Logits error after each token of the final block, compared with the oracle.
-
-    Includes a recipe's adapter and positions, but neither recomputation nor promotion, which only
-    moves passages into the final block."""
+    """Logits error after each token of the final block, compared with the oracle, with a recipe's
+    adapter and positions. Promotion only moves passages into the final block."""
     found = _block_logits(model, placed_context(model, blocks[:-1], sink, recipe), blocks[-1])
     expected = oracle_logits(model.hf_model, blocks, sink, **recipe_arguments(model, recipe))
     return relative_error(found, expected)

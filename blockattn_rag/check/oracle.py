@@ -38,7 +38,7 @@ class Layout(NamedTuple):
 
     ``block``: Index of the token's block. A sink belongs to the block that follows it.
     ``position``: Position in the prompt. A sink takes the positions right before its block, and
-    does not move the block. ``is_sink``: Whether the token belongs to a sink.
+    does not move the block.
     """
 
     block: Tensor
@@ -77,7 +77,6 @@ def block_mask(
                                 F   1 1 . 1 1 1 1
 
     Args:
-        block_lengths: Number of tokens of each block. The last block is the final block.
         window: Sliding window: a token attends to the last ``window`` tokens, including itself.
         sink_length: Number of sink tokens before each block except the first and the final block.
     """

@@ -195,10 +195,9 @@ class _Watch(TrainerCallback):
 
 @dataclass(eq=False)
 class LengthGroupedSampler(Sampler[int]):
-    """Sampler of batches of similar lengths, in a reproducible random order.
+    """Sampler of batches of similar lengths, in an order that depends only on seed and epoch.
 
-    The order of transformers' sampler depends on global random state, so it would differ in a
-    resumed run.
+    The order of transformers' sampler would differ in a resumed run.
     """
 
     lengths: Sequence[int]

@@ -48,8 +48,7 @@ def _interrupted_run(work: Path) -> dict[str, Any] | None:
 
 
 def check_resumable(work: Path, settings: Mapping[str, Any]) -> None:
-    """Check that no other run uses a work folder, and that an interrupted run had the same
-    settings."""
+    """Check that no run uses a work folder, and that an interrupted run had the same settings."""
     if (work / _LOCK).is_file():
         with _held(work):
             pass
@@ -145,11 +144,8 @@ def read_work_file(path: Path) -> dict[str, Any]:
 
 
 def last_checkpoint(folder: Path) -> Path | None:
-    """Return the newest complete checkpoint in a folder. Deletes incomplete checkpoints.
-
-    The Trainer writes ``trainer_state.json`` last, so a checkpoint is complete if this file is
-    readable.
-    """
+    """Return the newest complete checkpoint, in which ``trainer_state.json``, the last file that
+    the Trainer writes, is readable. Deletes incomplete checkpoints."""
     checkpoints = sorted(folder.glob("checkpoint-*"), key=lambda p: -int(p.name.rpartition("-")[2]))
     for path in checkpoints:
         try:

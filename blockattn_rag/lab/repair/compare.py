@@ -60,10 +60,8 @@ IN_USE = "in use"
 def free_recipes(
     adapters: Mapping[str, Correction], in_use: Recipe | None = None
 ) -> dict[str, Recipe]:
-    """Return the candidates without a cost per answer, by name, the simplest first.
-
-    The recipe in use is also a candidate, and comes before new adapters.
-    """
+    """Return the candidates without a cost per answer, by name, the simplest first. The recipe in
+    use comes before new adapters."""
     recipes = {PLAIN: Recipe(), FREE_SINK: Recipe(FREE_SINK)}
     if in_use is not None:
         recipes[IN_USE] = in_use

@@ -1,7 +1,4 @@
-"""Plan of a repair: the numbers of prompts and steps that fit in the time limit.
-
-This module does not import torch, because the command line imports it.
-"""
+"""Plan of a repair: the numbers of prompts and steps that fit in the time limit."""
 
 from __future__ import annotations
 
@@ -92,9 +89,8 @@ class Speeds:
         return self.step / 2
 
     def held_out(self, recipes: int) -> float:
-        """Return the seconds for a held-out prompt: full mode's answer, passages encoded with and
-        without the sink, all recipes' predictions, and their answers if there are reference
-        answers."""
+        """Seconds for a held-out prompt: full mode's answer, passages encoded with and without the
+        sink, all recipes' predictions, and their answers if there are reference answers."""
         return self.answer + self.encode + self.fetch + (recipes + 2) * self.compare
 
     def sample(self, epochs: float) -> float:
@@ -145,11 +141,8 @@ class RepairPlan:
         batch: int,
         limits: Limits,
     ) -> RepairPlan:
-        """Create a plan for the remaining time.
-
-        At most a quarter of the time is for held-out questions, and at most a fifth for the closed
-        form. The rest is for training.
-        """
+        """Create a plan for the remaining time: at most a quarter of it for held-out questions, at
+        most a fifth of the rest for the closed form, and what is left for training."""
         check_enough(questions, limits)
         budget_s, held_s = seconds, speeds.held_out(recipes)
         most = min(limits.held_out, math.floor(limits.held_out_share * questions))

@@ -86,10 +86,7 @@ def repair(
 
 def _check_output(output: Path, model: BlockModel) -> None:
     """Reject an output folder that is not writable or contains anything other than a recipe for the
-    model.
-
-    An existing recipe for the model, or a damaged one, will be replaced.
-    """
+    model, which will be replaced."""
     try:
         check_replaceable(output)
     except ValueError as error:

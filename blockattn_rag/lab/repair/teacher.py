@@ -62,11 +62,7 @@ def divergence(teacher: TopPredictions, logits: Tensor) -> Tensor:
     """Compute the Kullback-Leibler divergence (teacher || student) in nats, ``[n]``.
 
     Tokens outside the top k count as one token, so the result is a lower bound of the divergence
-    over the full vocabulary.
-
-    Args:
-        teacher: The teacher's predictions, on any device.
-        logits: The student's logits ``[n, vocab]``.
+    over the full vocabulary. ``logits``: The student's, ``[n, vocab]``.
     """
     tokens, log_probs = teacher.to(logits.device)
     student = log_probs_at(logits, tokens)
@@ -89,11 +85,8 @@ class TeacherAnswer(NamedTuple):
 
 
 class Teacher:
-    """Answers prompts in full mode, and stores the answers in files.
-
-    A file's name is a digest of everything that the answer depends on. Files are written
-    atomically, so an interrupted run resumes with the existing answers.
-    """
+    """Answers prompts in full mode, and stores the answers in files, whose names are digests of
+    everything that the answers depend on. An interrupted run resumes with the existing answers."""
 
     def __init__(self, model: BlockModel, folder: Path, max_new_tokens: int, top_k: int) -> None:
         self._model = model

@@ -2,8 +2,7 @@
 
 Token *i* may attend to token *j* if *j* does not come after *i*, and *i* is in the same block as
 *j* or in the final block (Block-Attention, arXiv 2409.15355, figure 1). In full mode, the final
-block is the only block. The tokens of a sink (:mod:`blockattn_rag.prompts.sinks`) directly precede
-each block except the first and the final one, and only that block attends to them.
+block is the only block. Only the block that follows a sink attends to it.
 ``check.oracle.block_mask`` illustrates both cases.
 """
 
@@ -61,13 +60,11 @@ def layout_mask(layout: TokenLayout, *, window: int | None = None) -> Tensor:
 
 
 class ModelMasks:
-    """Builds the ``attention_mask`` that makes a transformers model use the block mask.
+    """Builds the ``attention_mask`` that makes a transformers model use the block mask, with
+    ``"eager"`` or ``"sdpa"`` attention.
 
     Windows are applied here, because models pass a four-dimensional mask unchanged to all layers,
     even to sliding-window layers. A model with several layer types accepts one mask per type.
-
-    Args:
-        implementation: The model's attention implementation: ``"eager"`` or ``"sdpa"``.
     """
 
     def __init__(self, config: Any, implementation: str) -> None:
@@ -90,7 +87,6 @@ class ModelMasks:
         self._windows = {kind: known[kind] for kind in kinds}
 
     def __call__(self, layout: TokenLayout, dtype: torch.dtype) -> Any:
-        """Return the mask, or a dict of masks by layer type if the model has several types."""
         masks = {kind: layout_mask(layout, window=window) for kind, window in self._windows.items()}
         if self._is_eager:  # Eager attention adds the mask to the scores.
             lowest = torch.finfo(dtype).min
@@ -108,13 +104,10 @@ class ModeDataset(Dataset[Item]):
 
     Args:
         samples: A ``datasets.Dataset`` with the columns of ``EncodedSample``.
-        modes: ``("block", "full")`` as in the papers. In full mode, the final block is a sample's
-            only block.
         positions: ``"reordered"``: blocks have the positions of their places in the prompt.
             ``"composite"`` (TurboRAG's name for this ablation): each context block starts at
             position 0, and the final block starts after the total length of the context.
-        sink: Token ids before each block in block mode, except the first and the final one; see
-            :mod:`blockattn_rag.prompts.sinks`.
+        sink: Token ids before each block in block mode, except the first and the final one.
     """
 
     samples: Any

@@ -61,10 +61,8 @@ class EncodedSample:
     """Token ids of a sample.
 
     Args:
-        input_ids: All tokens, in order.
         labels: ``input_ids`` of the tokens to train on, ``-100`` for all others. Not shifted.
-        block_lengths: Number of tokens in each block. The last one is the final block with its
-            answers.
+        block_lengths: Number of tokens in each block, the final block with its answers last.
     """
 
     input_ids: list[int]
@@ -91,8 +89,7 @@ class SampleEncoder:
 
     Args:
         prompt: Prompt format for records with passages, or its name.
-        blocks_per_turn: Maximum number of blocks that a turn of ``messages`` is split into; see
-            :func:`~blockattn_rag.prompts.segmentation.conversation`.
+        blocks_per_turn: Maximum number of blocks that a turn of ``messages`` is split into.
         max_tokens: Maximum length of a sample in tokens. Default: no limit.
     """
 
@@ -113,7 +110,6 @@ class SampleEncoder:
         self._end = self.tokenizer.final_ids(self._end_text, first=False)
 
     def encode_record(self, record: object) -> EncodedSample:
-        """Encode a training record of any kind to token ids and labels."""
         try:
             sample = self.parse(record)
         except SegmentationError as error:
@@ -142,7 +138,7 @@ class SampleEncoder:
         )
 
     def encode(self, sample: TrainingSample) -> EncodedSample:
-        """Encode a sample block by block, as the engine does. Answers belong to the final block."""
+        """Encode a sample block by block, as the engine does, with answers in the final block."""
         context, final = self.tokenizer.prompt_ids(sample.prompt)
         labels = [IGNORED] * len(final)
         for text, answer in [("", sample.answer), *sample.further]:
@@ -221,9 +217,7 @@ def _block(item: object, where: str) -> Block:
 
 def _turns(fields: JsonRecord, asked: str, answered: str) -> list[tuple[str, str]]:
     """Return the questions and answers in a record's ``turns``, or in the record itself."""
-    if "turns" not in fields:
-        return [(required_text(fields, asked), required_text(fields, answered))]
-    turns = _objects(fields, "turns")
+    turns = _objects(fields, "turns") if "turns" in fields else [(fields, "")]
     return [
         (required_text(turn, asked, where), required_text(turn, answered, where))
         for turn, where in turns

@@ -84,15 +84,9 @@ def finetune(config: FinetuneConfig) -> FinetuneReport:
         return _run(config, folder, arguments)
 
 
-# -- before the run ----------------------------------------------------------------------------
-
-
 def check_folders(config: FinetuneConfig) -> dict[str, Any]:
-    """Check that output and work folder can be written, before any computation.
-
-    Returns:
-        The settings that affect the result, with the digests of the data files.
-    """
+    """Check that output and work folder can be written, before any computation. Returns the
+    settings that affect the result, with the digests of the data files."""
     settings = {
         **config.decisive(),
         "training data": [*map(_digest, config.train_data)],
@@ -140,9 +134,6 @@ def _arguments(config: FinetuneConfig) -> TrainingArguments:
         )
     arguments.gradient_accumulation_steps = config.batch_size // shared
     return arguments
-
-
-# -- the run -----------------------------------------------------------------------------------
 
 
 def _run(config: FinetuneConfig, folder: Path, arguments: TrainingArguments) -> FinetuneReport:
@@ -262,9 +253,6 @@ def _check_context(report: DataReport) -> None:
         )
 
 
-# -- the result --------------------------------------------------------------------------------
-
-
 def publish(
     config: FinetuneConfig,
     folder: Path,
@@ -304,10 +292,8 @@ def publish(
 
 
 def _base_of_adapter(model: str) -> dict[str, str]:
-    """Return an adapter's base name, if peft would record a path that is valid only on this
-    machine.
-
-    Such paths are the folder of a model in a package, and the cache of a GGUF file."""
+    """Name of an adapter's base model, if peft would record a path that is valid only on this
+    machine: the folder of a model in a package, or the cache of a GGUF file."""
     path = Path(model).expanduser()
     if model in (BUNDLED, SMOLLM2):
         return {"base_model": model}
