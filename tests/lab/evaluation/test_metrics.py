@@ -50,11 +50,8 @@ def test_the_bootstrap_is_deterministic_and_covers_the_mean() -> None:
     assert interval.high == pytest.approx(0.696, abs=0.02)
 
 
-def test_equal_values_have_no_spread() -> None:
+def test_equal_values_have_no_spread_and_no_values_are_refused() -> None:
     assert bootstrap_mean([1.0, 1.0]) == (1.0, 1.0, 1.0)
-
-
-def test_the_bootstrap_refuses_no_values() -> None:
     with pytest.raises(ValueError, match="at least one value"):
         bootstrap_mean([])
 

@@ -170,9 +170,6 @@ class TestSampler:
         assert list(sampler) == first != second
 
 
-LENGTHS = st.lists(st.integers(1, 5), min_size=1, max_size=5)
-
-
 def layout(*samples: list[int], sink: int = 0) -> TokenLayout:
     """Return the layout of a batch of samples with blocks of these lengths and a sink."""
     rows = [

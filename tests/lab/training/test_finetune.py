@@ -282,25 +282,17 @@ class TestRefusals:
         ):
             tune(folder, max_steps=1)
 
-    def test_foreign_work_folder_is_kept(self, folder: Path) -> None:
-        (folder / "out.work").mkdir()
-        (folder / "out.work" / "mine").touch()
-        with pytest.raises(FileExistsError, match="move or delete it"):
-            tune(folder)
-        assert (folder / "out.work" / "mine").is_file()
-
-    @pytest.mark.parametrize("noted", ['{"tool": "other"}', "[1]", "thesis"])
-    def test_a_work_folder_of_another_tool_is_kept(self, folder: Path, noted: str) -> None:
+    @pytest.mark.parametrize("noted", ['{"tool": "other"}', "[1]", "thesis", None])
+    def test_a_work_folder_of_another_tool_is_kept(self, folder: Path, noted: str | None) -> None:
         work = folder / "out.work"
         (work / "photos").mkdir(parents=True)
-        for name in ("photos/cat.png", "thesis.txt"):
-            (work / name).write_text("mine")
-        (work / "run.json").write_text(noted)
+        files = {"photos/cat.png": "mine", "thesis.txt": "mine"}
+        files |= {"run.json": noted} if noted is not None else {}
+        for name, text in files.items():
+            (work / name).write_text(text)
         with pytest.raises((FileExistsError, DataError), match=r"out\.work.*move or delete"):
             tune(folder, max_steps=1)
-        for name in ("photos/cat.png", "thesis.txt"):
-            assert (work / name).read_text() == "mine"
-        assert (work / "run.json").read_text() == noted
+        assert {name: (work / name).read_text() for name in files} == files
 
     def test_a_failed_run_leaves_no_files(
         self, folder: Path, monkeypatch: pytest.MonkeyPatch
