@@ -31,8 +31,8 @@ LINES = """\
 """
 RECORD = EvaluationRecord(
     "q1", "00ff", "head:4", "How high?", ("á", "b"), "It is.",
-    accuracy=1.0, exact_match=0.0, f1=0.5, hits=3, misses=1, reused_tokens=30, computed_tokens=12, generated_tokens=4,
-    finish_reason="length", recipe="0a",
+    accuracy=1.0, exact_match=0.0, f1=0.5, hits=3, misses=1, reused_tokens=30,
+    computed_tokens=12, generated_tokens=4, finish_reason="length", recipe="0a",
 )  # fmt: skip
 
 
