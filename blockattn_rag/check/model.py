@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from blockattn_rag.check.oracle import oracle_generate, oracle_logits, recipe_arguments
 from blockattn_rag.engine.lookup import PLAIN
 from blockattn_rag.engine.recipe import Recipe
-from blockattn_rag.kv.context import Context, place
-from blockattn_rag.kv.rope import relative_error
+from blockattn_rag.kv import Context, place, relative_error
 from blockattn_rag.model.block_model import BlockModel
 from blockattn_rag.model.encoding import EncodeRequest
 from blockattn_rag.model.kinds import summary

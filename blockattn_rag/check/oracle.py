@@ -22,8 +22,7 @@ from transformers import AttentionInterface, DynamicCache, PreTrainedModel
 from blockattn_rag.check.segments import segmented
 from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.errors import UnsupportedModelError
-from blockattn_rag.kv.context import Positions
-from blockattn_rag.kv.rope import RotaryLayout, rotate
+from blockattn_rag.kv import Positions, RotaryLayout, rotate
 from blockattn_rag.model import BlockModel
 from blockattn_rag.model.correction import PLACES, Correction
 from blockattn_rag.model.kinds import storing

@@ -50,8 +50,8 @@ class LabTrainer(Trainer):
     Args:
         lengths: Number of tokens of each training item, to group items of similar length in
             batches. Default: batches in random order.
-        settings: Arguments of ``transformers.Trainer``. ``eval_dataset`` is a dataset or a dict of
-            datasets by name, and is also evaluated after the last step.
+        settings: Arguments of ``transformers.Trainer``. ``eval_dataset``, a dataset or a dict of
+            datasets, is also evaluated after the last step.
     """
 
     def __init__(

@@ -1,9 +1,8 @@
 """How much of full mode's accuracy block mode keeps on a collection, for real questions.
 
 Each question is answered in full mode, with the recipe in use, and with ``"fast"``, which has no
-cost per answer. Divergence and agreement need no reference answers (``evaluation.fidelity``). If
-reference answers are available, correct answers are also counted, and the model also answers
-without passages, which shows how much the passages contribute.
+cost per answer. Divergence and agreement need no reference answers (``evaluation.fidelity``). With
+reference answers, correct answers are also counted, also without passages.
 """
 
 from __future__ import annotations
@@ -14,9 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from blockattn_rag.engine.engine import BlockAttentionEngine
+from blockattn_rag.engine import BlockAttentionEngine, Recipe
 from blockattn_rag.engine.outline import FAST
-from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.lab.evaluation.accuracy import CLOSED_BOOK_FORMAT
 from blockattn_rag.lab.evaluation.fidelity import FidelityRecord, full_answer
 from blockattn_rag.lab.evaluation.metrics import (

@@ -12,9 +12,8 @@ from dataclasses import Field, asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
-from blockattn_rag.engine.engine import BlockAttentionEngine
+from blockattn_rag.engine import BlockAttentionEngine, Recipe
 from blockattn_rag.engine.find_recipe import RecipeLike, resolve_recipe
-from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.errors import DataError
 from blockattn_rag.lab.evaluation.datasets import Sample
 

@@ -18,9 +18,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from blockattn_rag.engine.engine import BlockAttentionEngine
+from blockattn_rag.engine import BlockAttentionEngine, Recipe
 from blockattn_rag.engine.outline import FREE_SINK
-from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.lab.evaluation.collection import Asked
 from blockattn_rag.lab.evaluation.fidelity import FidelityRecord, FidelityReport, compare_each
 from blockattn_rag.lab.evaluation.metrics import contains_answer

@@ -16,8 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from blockattn_rag.engine.engine import BlockAttentionEngine
-from blockattn_rag.engine.recipe import Recipe
+from blockattn_rag.engine import BlockAttentionEngine, Recipe
 from blockattn_rag.errors import DataError
 from blockattn_rag.lab.evaluation.datasets import (
     EvaluationPassage,
@@ -27,9 +26,8 @@ from blockattn_rag.lab.evaluation.datasets import (
     passages_of,
 )
 from blockattn_rag.lab.json_lines import JsonRecord, parsed_lines, required_text
-from blockattn_rag.prompts.blocks import BlockPrompt, Span
+from blockattn_rag.prompts import BlockPrompt, Passage, Span
 from blockattn_rag.prompts.chat_template import Message, chat_spans, has_chat_template
-from blockattn_rag.prompts.formats import Passage
 from blockattn_rag.store.base import KVStore
 
 Nearest = Callable[[str, int], Sequence[Passage]]

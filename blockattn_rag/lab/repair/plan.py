@@ -205,5 +205,5 @@ def least_s(speeds: Speeds, recipes: int, limits: Limits) -> float:
 
 
 def _within(seconds: float, each: float, fewest: int, most: int) -> int:
-    """Return how many items of ``each`` seconds fit in ``seconds``, within bounds."""
+    """Number of items of ``each`` seconds that fit in ``seconds``, within bounds."""
     return max(fewest, min(most, math.floor(seconds / max(each, 1e-9))))

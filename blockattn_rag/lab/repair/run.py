@@ -65,10 +65,7 @@ def repair(
     _check_output(output, model)
     folder = work.work_of(output)
     _check_disk(folder, model, material.passages, limits)
-    inputs = {
-        "model": f"{model.name} (fingerprint {model.fingerprint[:12]})",
-        **material.inputs(),
-    }
+    inputs = {"model": f"{model.name} (fingerprint {model.fingerprint[:12]})", **material.inputs()}
 
     def is_worth_keeping(error: BaseException) -> bool:
         # After other DataErrors, the inputs must change, so generated questions are of no use.

@@ -13,9 +13,8 @@ from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
-from blockattn_rag.engine.engine import BlockAttentionEngine
+from blockattn_rag.engine import BlockAttentionEngine, Recipe
 from blockattn_rag.engine.outline import FREE_SINK
-from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.errors import DataError
 from blockattn_rag.files import write_json
 from blockattn_rag.lab import work

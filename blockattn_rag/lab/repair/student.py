@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from blockattn_rag.engine.fetcher import BlockFetcher
 from blockattn_rag.engine.recipe import Recipe
-from blockattn_rag.kv.block_kv import BlockKV
-from blockattn_rag.kv.context import Context, place
+from blockattn_rag.kv import BlockKV, Context, place
 from blockattn_rag.lab.repair.teacher import Teacher, answer_loss, divergence
 from blockattn_rag.lab.trainer import LabTrainer, training_arguments
 from blockattn_rag.lab.work import last_checkpoint
@@ -72,10 +71,8 @@ class ReadyPrompt(NamedTuple):
 
 
 class BlockSource:
-    """Prepares prompts for block mode with keys and values from a store.
-
-    Missing blocks are encoded by the stock model and stored.
-    """
+    """Prepares prompts for block mode with blocks from a store. Missing blocks are encoded by the
+    stock model and stored."""
 
     def __init__(self, model: BlockModel, store: KVStore, sink: str, namespace: str = "") -> None:
         self._model = model

@@ -9,16 +9,13 @@ from typing import Any
 
 import pytest
 
-from blockattn_rag.engine.engine import BlockAttentionEngine
+from blockattn_rag.engine import BlockAttentionEngine, Generation, Recipe, ReuseStats
 from blockattn_rag.engine.find_recipe import RecipeLike
-from blockattn_rag.engine.recipe import Recipe
-from blockattn_rag.engine.results import Generation, ReuseStats
 from blockattn_rag.errors import ContextOverflowError, DataError
 from blockattn_rag.lab.evaluation.accuracy import EvaluationRecord, evaluate, make_prompt
 from blockattn_rag.lab.evaluation.datasets import EvaluationSample, read_samples
 from blockattn_rag.lab.evaluation.records import RecordFile
-from blockattn_rag.prompts.blocks import BlockPrompt
-from blockattn_rag.prompts.formats import prompt_format
+from blockattn_rag.prompts import BlockPrompt, prompt_format
 from tests.engines import tuned_engine, tuned_model
 from tests.lab.evaluation.samples import record, write_jsonl
 

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from blockattn_rag.check.oracle import oracle_logits
-from blockattn_rag.engine.engine import BlockAttentionEngine
-from blockattn_rag.engine.recipe import Recipe
+from blockattn_rag.engine import BlockAttentionEngine, Recipe
 from blockattn_rag.errors import ContextOverflowError, DataError
 from blockattn_rag.lab.evaluation import fidelity
 from blockattn_rag.lab.evaluation.accuracy import make_prompt
@@ -22,8 +21,7 @@ from blockattn_rag.lab.evaluation.fidelity import (
     measure_fidelity,
     read_log,
 )
-from blockattn_rag.prompts.blocks import BlockPrompt
-from blockattn_rag.prompts.formats import CHAT
+from blockattn_rag.prompts import CHAT, BlockPrompt
 from blockattn_rag.prompts.sinks import sink_ids
 from tests.engines import tuned_engine
 from tests.lab.evaluation.samples import record, write_jsonl

@@ -9,8 +9,7 @@ import torch
 
 from blockattn_rag.check.model import placed_context
 from blockattn_rag.engine.recipe import Recipe
-from blockattn_rag.kv.context import assemble
-from blockattn_rag.kv.rope import relative_error
+from blockattn_rag.kv import assemble, relative_error
 from blockattn_rag.lab.repair.closed_form import Sums, fit_correction
 from blockattn_rag.model import BlockModel, EncodeRequest
 from blockattn_rag.model.correction import NUM_PLACES, Correction, places

@@ -17,8 +17,7 @@ from blockattn_rag.lab.repair.data import (
     read_passages,
     read_questions,
 )
-from blockattn_rag.prompts.blocks import BlockPrompt
-from blockattn_rag.prompts.formats import Passage
+from blockattn_rag.prompts import BlockPrompt, Passage
 from tests.lab.evaluation.samples import write_jsonl
 
 PASSAGES = [Passage(f"t{number}", f"text {number}") for number in range(6)]

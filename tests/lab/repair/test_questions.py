@@ -13,8 +13,7 @@ from blockattn_rag.engine.engine import BlockAttentionEngine
 from blockattn_rag.errors import DataError
 from blockattn_rag.lab.repair import data
 from blockattn_rag.lab.repair.data import Question, clean_question, write_questions
-from blockattn_rag.prompts.blocks import BlockPrompt
-from blockattn_rag.prompts.formats import Passage
+from blockattn_rag.prompts import BlockPrompt, Passage
 from tests.lab.repair.runs import PASSAGES, block_model, nearest
 
 

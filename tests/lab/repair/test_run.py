@@ -16,9 +16,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from blockattn_rag.engine.engine import BlockAttentionEngine
+from blockattn_rag.engine import BlockAttentionEngine, Recipe
 from blockattn_rag.engine.find_recipe import resolve_recipe
-from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.errors import DataError
 from blockattn_rag.lab.evaluation.metrics import contains_answer
 from blockattn_rag.lab.repair import data, run, stages, student

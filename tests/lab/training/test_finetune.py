@@ -17,8 +17,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from blockattn_rag.check.oracle import oracle_logits
-from blockattn_rag.engine.engine import BlockAttentionEngine
-from blockattn_rag.engine.recipe import Recipe
+from blockattn_rag.engine import BlockAttentionEngine, Recipe
 from blockattn_rag.errors import DataError, DivergedError, UnsupportedModelError
 from blockattn_rag.lab.trainer import LabTrainer
 from blockattn_rag.lab.training.batches import Collator, ModeDataset, ModelMasks, TokenLayout
