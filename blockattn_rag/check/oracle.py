@@ -4,22 +4,22 @@ The oracle runs one dense forward pass over all tokens of the prompt, with an ex
 Nothing is stored, moved or merged. With an adapter, the final block attends to each passage's
 adapted keys and values, and all other rows attend to the original ones. The formula of
 ``model.correction`` is evaluated block by block, in float64, with explicit attention weights. State
-layers run segment by segment (``check.segments``).
+layers run segment by segment: a segment is a block with its sink, or the prompt's first block with
+the final block. No state is stored or set, and no code is shared with ``model.states``.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AttentionInterface, DynamicCache, PreTrainedModel
 
-from blockattn_rag.check.segments import segmented
 from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.errors import UnsupportedModelError
 from blockattn_rag.kv import Positions, RotaryLayout, rotate
@@ -291,3 +291,98 @@ def _turned(keys: Tensor, positions: Tensor, rotary: RotaryLayout) -> Tensor:
         return keys
     cos, sin = (table.double() for table in rotary.cos_sin(positions, keys.device))
     return rotate(keys, cos, sin, rotary)
+
+
+Rows = tuple[Tensor, Tensor]
+"""Indices of a segment's tokens, and whether each token's output is kept (bool)."""
+
+
+def segments(block: Tensor) -> list[Rows]:
+    """Split a prompt into segments. ``block`` ``[n]``: Block index of each token."""
+    final = int(block[-1])
+    found = []
+    for number in range(final + 1):
+        rows = block == number
+        if number == final:
+            rows = rows | (block == 0)
+        at = rows.nonzero()[:, 0]
+        found.append((at, block[at] == number))
+    return found
+
+
+@contextmanager
+def segmented(hf_model: PreTrainedModel, block: Tensor) -> Iterator[None]:
+    """Run the state layers segment by segment. ``block`` ``[n]``: Block index of each token."""
+    parts = [(at.to(hf_model.device), keeps) for at, keeps in segments(block)]
+    with ExitStack() as undo:
+        for mixer in state_mixers(hf_model):
+            original = mixer.forward
+            mixer.forward = _segmented_forward(original, parts)
+            undo.callback(mixer.__dict__.pop, "forward")
+        yield
+
+
+def _segmented_forward(forward: Callable[..., Any], parts: list[Rows]) -> Callable[..., Any]:
+    tokens = sum(int(keeps.sum()) for _, keeps in parts)
+
+    def cut(value: Any, at: Tensor) -> Any:
+        if isinstance(value, (tuple, list)):
+            return type(value)(cut(part, at) for part in value)
+        has_tokens = isinstance(value, Tensor) and value.dim() > 1
+        return value[:, at] if has_tokens and value.shape[1] == tokens else value
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        outputs = []
+        for at, _ in parts:
+            own = {n: None if "mask" in n else cut(value, at) for n, value in kwargs.items()}
+            outputs.append(forward(*(cut(value, at) for value in args), **own))
+        if isinstance(outputs[0], Tensor):
+            return _joined(outputs, parts, tokens)
+        columns = zip(*outputs, strict=True)
+        return tuple(
+            _joined(column, parts, tokens) if isinstance(column[0], Tensor) else column[0]
+            for column in columns
+        )
+
+    return run
+
+
+def _joined(outputs: Sequence[Tensor], parts: list[Rows], tokens: int) -> Tensor:
+    """Join the outputs of segments into one tensor for all tokens."""
+    lengths = [len(at) for at, _ in parts]
+    first = outputs[0]
+    dims = range(1, first.dim())
+    dim = next(d for d in dims if [output.shape[d] for output in outputs] == lengths)
+    joined = first.new_zeros(*first.shape[:dim], tokens, *first.shape[dim + 1 :])
+    for output, (at, keeps) in zip(outputs, parts, strict=True):
+        joined.index_copy_(dim, at[keeps], output.index_select(dim, keeps.nonzero()[:, 0]))
+    return joined
+
+
+def state_mixers(hf_model: PreTrainedModel) -> list[nn.Module]:
+    """Find the outermost modules that update a state in the cache."""
+    running: list[nn.Module] = []
+    found: list[nn.Module] = []
+    layers = DynamicCache(config=hf_model.config).layers
+    if not any(hasattr(layer, "conv_states") for layer in layers):
+        return found
+
+    class Watch(DynamicCache):
+        def update_conv_state(self, *args: Any, **kwargs: Any) -> Any:
+            found.append(running[-1])
+            return super().update_conv_state(*args, **kwargs)
+
+        def update_recurrent_state(self, *args: Any, **kwargs: Any) -> Any:
+            found.append(running[-1])
+            return super().update_recurrent_state(*args, **kwargs)
+
+    with ExitStack() as undo, torch.no_grad():
+        for module in hf_model.modules():
+            before = module.register_forward_pre_hook(lambda own, _: running.append(own))
+            after = module.register_forward_hook(lambda *_: running.pop() and None)
+            undo.callback(before.remove)
+            undo.callback(after.remove)
+        ids = torch.tensor([[1, 2, 3, 4]], device=hf_model.device)
+        hf_model(input_ids=ids, past_key_values=Watch(config=hf_model.config), use_cache=True)
+    inside = {id(part) for one in found for part in one.modules() if part is not one}
+    return list({id(one): one for one in found if id(one) not in inside}.values())

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from blockattn_rag import Recipe
 from blockattn_rag.check.model import check_model
-from blockattn_rag.check.segments import segments, state_mixers
+from blockattn_rag.check.oracle import segments, state_mixers
 from blockattn_rag.kv.context import Context, assemble
 from blockattn_rag.kv.rope import Pairing, RotaryLayout
 from blockattn_rag.model import BlockModel, caches, context_model, encoding

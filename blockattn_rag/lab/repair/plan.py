@@ -20,12 +20,10 @@ class Limits:
         questions: Maximum number of questions that the model generates. More questions improve the
             result little, and take time from the fit.
         writing_share: Maximum fraction of the time for generating questions.
-        passages: Number of passages per prompt, equal to the number that ``ask`` retrieves. Fits
-            use up to this many passages, and measurements use exactly this many.
+        passages: Number of passages per prompt that ``ask`` retrieves. Fits use up to this many.
         answer_tokens: Maximum length of full mode's answers in tokens. Sufficient for factual
             questions; each token costs a forward pass.
-        top_k: Number of the teacher's most likely tokens to keep at each answer token. All other
-            tokens count as one.
+        top_k: Number of the teacher's most likely tokens to keep at each answer token.
         held_out: Maximum number of questions for choosing and measuring together. With fewer
             questions, intervals are too wide; more take time from the fit.
         held_out_share: Maximum fraction of questions that are held out.
@@ -34,8 +32,7 @@ class Limits:
         closed_form: Number of prompts for the closed form, which more prompts do not improve.
         samples: Maximum number of prompts to train on.
         draws: Maximum number of samples per question, each with other passages.
-        fewest_samples: Minimum number of prompts to train on. With fewer prompts, training is
-            skipped.
+        fewest_samples: Minimum number of prompts to train on. With fewer, training is skipped.
         epochs: Passes over the samples. New samples improve held-out results more than further
             passes.
         measurements: Number of evaluations during training. A checkpoint is saved with each.
@@ -72,7 +69,6 @@ class Speeds:
     """Seconds per prompt for each step, measured before planning.
 
     Args:
-        answer: Answering in full mode.
         encode: Encoding the context with full attention. Encoding the passages takes about as long.
         fetch: Loading or encoding the passages, which are encoded after the sink.
         step: Forward and backward pass of the student.
@@ -113,15 +109,8 @@ class Speeds:
 
 @dataclass(frozen=True, slots=True)
 class RepairPlan:
-    """Numbers of prompts and steps of a repair.
-
-    Args:
-        held_out: Number of questions for choosing and measuring.
-        closed_form: Number of prompts for the closed form.
-        samples: Number of prompts to train on. 0: no training.
-        training_s: Planned seconds for training steps.
-        measuring_s: Planned seconds for the work after training.
-    """
+    """Numbers of prompts and steps of a repair, and planned seconds for training and for the work
+    after it. ``samples``: Number of prompts to train on. 0: no training."""
 
     held_out: int
     closed_form: int
