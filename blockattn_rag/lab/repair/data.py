@@ -26,6 +26,7 @@ from blockattn_rag.lab.evaluation.datasets import (
     passages_of,
 )
 from blockattn_rag.lab.json_lines import JsonRecord, parsed_lines, required_text
+from blockattn_rag.lab.repair.plan import Limits
 from blockattn_rag.prompts import BlockPrompt, Passage, Span
 from blockattn_rag.prompts.chat_template import Message, chat_spans, has_chat_template
 from blockattn_rag.store.base import KVStore
@@ -41,6 +42,7 @@ _ASK = (
 )
 _MAX_NEW_TOKENS = 48
 WRITTEN_AT_ONCE = 8
+SEED = 0
 _FEWEST_WORDS = 3
 _QUOTES = " \t\"'*"
 
@@ -105,7 +107,7 @@ def _digest(counted: Sequence[Any], parts: Any) -> str:
     return f"{len(counted)} (sha256 {digest_of(parts)[:12]})"
 
 
-def distinct_questions(questions: Sequence[Question], seed: int) -> list[Question]:
+def distinct_questions(questions: Sequence[Question], seed: int = SEED) -> list[Question]:
     """Deduplicate questions, ignoring case. The order depends only on texts and seed."""
 
     def digest(question: Question) -> str:
@@ -168,20 +170,17 @@ def _stripped(passage: EvaluationPassage) -> Passage:
 
 def write_questions(
     engine: BlockAttentionEngine,
-    passages: Sequence[Passage],
-    nearest: Nearest,
-    count: int,
-    num_passages: int,
+    material: Material,
+    limits: Limits,
     path: Path,
-    seed: int,
     on_progress: Callable[[int, int], None],
     time_is_up: Callable[[], bool] = lambda: False,
 ) -> list[Question]:
-    """Generate up to ``count`` distinct questions, each about one passage, with greedy decoding."""
-    passages = list(dict.fromkeys(passages))
-    if not passages:
-        raise DataError("There are no passages to generate questions from, expected at least one")
-    random.Random(seed).shuffle(passages)
+    """Generate distinct questions, each about one of the passages, with greedy decoding."""
+    passages, count = list(dict.fromkeys(material.passages)), limits.questions
+    if not passages or material.nearest is None:
+        raise DataError("Found no questions, and no passages to write questions about")
+    random.Random(SEED).shuffle(passages)
     written = _kept(path)
     questions: dict[str, Question] = {}
     tried = 0
@@ -195,8 +194,8 @@ def write_questions(
         for passage in batch:
             text = written[_name(passage)]
             if text and text.lower() not in questions:
-                near = nearest(text, num_passages)
-                others = [other for other in near if other != passage][: num_passages - 1]
+                near = material.nearest(text, limits.passages + 1)
+                others = [other for other in near if other != passage][: limits.passages]
                 questions[text.lower()] = Question(text, (passage, *others))
         on_progress(len(questions), count)
     if not questions:

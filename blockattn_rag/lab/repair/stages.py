@@ -24,6 +24,7 @@ from blockattn_rag.lab.evaluation.records import FULL
 from blockattn_rag.lab.repair.closed_form import fit_correction, no_correction
 from blockattn_rag.lab.repair.compare import Comparer, count_candidates, free_recipes
 from blockattn_rag.lab.repair.data import (
+    SEED,
     WRITTEN_AT_ONCE,
     Material,
     Question,
@@ -59,7 +60,6 @@ Progress = Callable[[str, int, int], None]
 PLAN, QUESTIONS = "plan.json", "questions.jsonl"
 """Files in the work folder: the plan, and the generated questions."""
 
-_SEED = 0
 _STAND_IN = "What does the text say?"
 """Question used to measure speeds before questions have been generated."""
 
@@ -104,7 +104,7 @@ class Repair:
         """Run all stages. Returns the recipe with its report, and the report's plot."""
         # Measure speeds first, so that insufficient time is reported before any other work.
         speeds = None if (self.folder / PLAN).exists() else self._checked_speeds()
-        questions = distinct_questions(self._questions(speeds), _SEED)
+        questions = distinct_questions(self._questions(speeds))
         plan = self._plan(questions, speeds)
         train, held = self.samples(questions, plan)
         asked = [self._asked(sample) for sample in held]
@@ -174,7 +174,7 @@ class Repair:
     def _checked_speeds(self) -> Speeds:
         material, limits = self.material, self.limits
         if material.questions is not None:
-            check_enough(len(distinct_questions(material.questions, _SEED)), limits)
+            check_enough(len(distinct_questions(material.questions)), limits)
             sample = material.questions[0]
         elif material.nearest is None or not material.passages:
             raise DataError("Found no questions, and no passages to write questions about")
@@ -197,7 +197,6 @@ class Repair:
         material, limits = self.material, self.limits
         if material.questions is not None:
             return material.questions
-        assert material.nearest is not None  # Checked before the first plan.
         until = self.started + limits.writing_share * self.budget_s
         if speeds is not None:
             needed = least_s(speeds, self.most_recipes, limits)
@@ -205,12 +204,9 @@ class Repair:
         with self._stage("writing questions") as tick:
             return write_questions(
                 self.engine,
-                material.passages,
-                material.nearest,
-                limits.questions,
-                limits.passages + 1,
+                material,
+                limits,
                 self.folder / QUESTIONS,
-                _SEED,
                 tick,
                 lambda: speeds is None or time.monotonic() > until,
             )
@@ -258,7 +254,7 @@ class Repair:
             )
 
         most = self.limits.passages
-        (sample,) = draw_samples([question], 1, most, most, _SEED)
+        (sample,) = draw_samples([question], 1, most, most, SEED)
         shown = sample.passages[:2]
         begun = tuple(replace(p, text=p.text.strip()[:_WARM_UP] or p.text) for p in shown)
         warm_up, prompt = (self._prompt(replace(sample, passages=part)) for part in (begun, shown))
@@ -285,8 +281,8 @@ class Repair:
         most = self.limits.passages
         count = max(self.limits.samples, plan.closed_form)
         return (
-            draw_samples(rest, count, 1, most, _SEED),
-            draw_samples(held, len(held), most, most, _SEED + 1),
+            draw_samples(rest, count, 1, most, SEED),
+            draw_samples(held, len(held), most, most, SEED + 1),
         )
 
     def _prompt(self, sample: Question) -> BlockPrompt:

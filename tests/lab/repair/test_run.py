@@ -516,7 +516,6 @@ class TestInterruption:
     def test_concurrent_repairs_with_the_same_output_are_refused(
         self, model: BlockModel, output: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-
         def second(*_: Any) -> None:
             same: dict[str, Any] = {}
             for changes in (same, {"prompt_format": "other"}):
