@@ -193,15 +193,11 @@ def measure_fidelity(
     if not samples:
         raise ValueError("Expected at least one sample, found none")
     rows = rows_of(engine, FLOOR, recipes, closed_book)
-    is_log = isinstance(samples[0], LoggedPrompt)
     form = format_for(AUTO_FORMAT, engine.model.name)
-    noted = {
-        **(settings or {}),
-        "measured": "log" if is_log else "fidelity",
-        **settings_of(
-            engine, prompt_format=None if is_log else form.name, max_new_tokens=max_new_tokens
-        ),
-    }
+    kind = {"measured": "fidelity", "prompt_format": form.name}
+    if isinstance(samples[0], LoggedPrompt):
+        kind = {"measured": "log", "prompt_format": None}
+    noted = settings_of(engine, settings, max_new_tokens=max_new_tokens, **kind)
 
     def compare(
         sample: EvaluationSample | LoggedPrompt, missing: Sequence[Row]
@@ -249,10 +245,8 @@ def compare_each(
 def full_answer(
     engine: BlockAttentionEngine, prompt: BlockPrompt, max_new_tokens: int
 ) -> tuple[list[int], Tensor]:
-    """Return full mode's greedy answer, and its log-probabilities at each answer token.
-
-    Log-probabilities are float64 ``[answer tokens, vocab]``.
-    """
+    """Return full mode's greedy answer, and its log-probabilities ``[answer tokens, vocab]`` in
+    float64."""
     model = engine.model
     ids = model.tokenizer.prompt_ids(prompt).flat
     limit = model.room_for(len(ids), Sampling(max_new_tokens=max_new_tokens))

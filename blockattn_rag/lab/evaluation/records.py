@@ -60,9 +60,12 @@ def rows_of(
     return [first, *rows, *([Row(CLOSED_BOOK)] if closed_book else [])]
 
 
-def settings_of(engine: BlockAttentionEngine, **others: Any) -> dict[str, Any]:
-    """Return the engine settings that an evaluation's records depend on."""
-    return {"fingerprint": engine.model.fingerprint, "kv_dtype": engine.kv_dtype, **others}
+def settings_of(
+    engine: BlockAttentionEngine, given: Mapping[str, Any] | None, **own: Any
+) -> dict[str, Any]:
+    """Join all settings that an evaluation's records depend on."""
+    used = {"fingerprint": engine.model.fingerprint, "kv_dtype": engine.kv_dtype}
+    return {**(given or {}), **used, **own}
 
 
 class Record(Sample, Protocol):

@@ -13,7 +13,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -197,10 +196,7 @@ class Comparer:
         answers = [self.teacher(prompt).ids.tolist() for prompt in prompts]
         decode = self.engine.model.tokenizer.tokenizer.decode
         texts = {FULL: [decode(ids, skip_special_tokens=True) for ids in answers]}
-        options: dict[str, Any] = {
-            "max_new_tokens": self.max_new_tokens,
-            "batch_size": _GENERATED_AT_ONCE,
-        }
+        options = {"max_new_tokens": self.max_new_tokens, "batch_size": _GENERATED_AT_ONCE}
         for name, recipe in recipes.items():
             generations = self.engine.generate_batch(prompts, recipe=recipe, **options)
             texts[name] = [generation.text for generation in generations]

@@ -75,11 +75,8 @@ def finetune(config: FinetuneConfig) -> FinetuneReport:
     settings, process = check_folders(config), PartialState()
     process.wait_for_everyone()  # All processes must check before any of them writes.
     folder = work.work_of(config.output)
-
-    def has_checkpoint() -> bool:
-        return any((folder / work.CHECKPOINTS).glob("checkpoint-*"))
-
-    opened = work.work_folder(folder, settings, lambda _: has_checkpoint())
+    saved = folder / work.CHECKPOINTS
+    opened = work.work_folder(folder, settings, lambda _: any(saved.glob("checkpoint-*")))
     with opened if process.is_main_process else nullcontext():
         return _run(config, folder, arguments)
 
