@@ -194,7 +194,7 @@ def measure_fidelity(
         raise ValueError("Expected at least one sample, found none")
     rows = rows_of(engine, FLOOR, recipes, closed_book)
     form = format_for(AUTO_FORMAT, engine.model.name)
-    kind = {"measured": "fidelity", "prompt_format": form.name}
+    kind: dict[str, str | None] = {"measured": "fidelity", "prompt_format": form.name}
     if isinstance(samples[0], LoggedPrompt):
         kind = {"measured": "log", "prompt_format": None}
     noted = settings_of(engine, settings, max_new_tokens=max_new_tokens, **kind)

@@ -1,1 +1,1 @@
-"""Repair of a stock model's block mode: fitting, choosing and measuring a recipe, without labels."""
+"""Repair of stock models: fitting, choosing and measuring a recipe, without labels."""

@@ -20,7 +20,7 @@ from blockattn_rag.engine import BlockAttentionEngine, Recipe
 from blockattn_rag.engine.find_recipe import resolve_recipe
 from blockattn_rag.errors import DataError
 from blockattn_rag.lab.evaluation.metrics import contains_answer
-from blockattn_rag.lab.repair import data, run, stages, student
+from blockattn_rag.lab.repair import data, stages, student
 from blockattn_rag.lab.repair.closed_form import no_correction
 from blockattn_rag.lab.repair.compare import Comparer
 from blockattn_rag.lab.repair.data import distinct_questions
@@ -127,7 +127,7 @@ class TestResult:
         """The time limit of this repair is too short for finding a better recipe."""
         good = finished.recipe
         hasty = replace(QUICK, samples=0, closed_form=2)
-        kept = run.repair(model, material(model, in_use=good), output, limits=hasty)
+        kept = repaired(model, output, in_use=good, limits=hasty)
         assert "in use" in [one["name"] for one in kept.report["candidates"]]
         assert kept.adapter is not None
         assert figures(kept.report)[1].endswith(
@@ -215,7 +215,7 @@ class TestResult:
         compare = Comparer.compare
         monkeypatch.setattr(Comparer, "compare", useless)
         stages: list[str] = []
-        recipe = repaired(model, output, lambda stage, *_: stages.append(stage))
+        recipe = repaired(model, output, on_progress=lambda stage, *_: stages.append(stage))
         assert "An adapter does not improve tiny: on 3 questions, the divergence" in caplog.text
         assert "training" not in stages
         assert recipe.adapter is None
@@ -322,20 +322,34 @@ class TestChecks:
         with pytest.raises(DataError, match="tiny is block-fine-tuned and needs no recipe"):
             repaired(tuned, output)
 
-    def test_other_folders_are_not_replaced(self, model: BlockModel, tmp_path: Path) -> None:
-        (tmp_path / "note.txt").write_text("mine")
-        with pytest.raises(DataError, match=r"contains 'note.txt', .* \(--output\)"):
-            repaired(model, tmp_path)
-        assert [path.name for path in tmp_path.iterdir()] == ["note.txt"]
-        Recipe("bos").save(tmp_path / "recipe")
-        (tmp_path / "recipe" / "NOTES.md").write_text("mine")
-        (tmp_path / "cook").mkdir()
-        (tmp_path / "cook" / "recipe.json").write_text('{"name": "pancakes"}')
-        for name, message in (("recipe", "contains 'NOTES.md'"), ("cook", "not a recipe")):
-            with pytest.raises(DataError, match=message):
-                repaired(model, tmp_path / name)
-        assert (tmp_path / "recipe" / "NOTES.md").read_text() == "mine"
-        assert json.loads((tmp_path / "cook" / "recipe.json").read_text()) == {"name": "pancakes"}
+    @pytest.mark.parametrize(
+        ("file", "content", "message"),
+        [
+            ("note.txt", "mine", r"contains 'note.txt', .* \(--output\)"),
+            ("recipe.json", '{"name": "pancakes"}', "not a recipe"),
+        ],
+    )
+    def test_other_folders_are_not_replaced(
+        self, model: BlockModel, output: Path, file: str, content: str, message: str
+    ) -> None:
+        output.mkdir()
+        (output / file).write_text(content)
+        with pytest.raises(DataError, match=message):
+            repaired(model, output)
+        assert [path.name for path in output.iterdir()] == [file]
+        assert (output / file).read_text() == content
+
+    def test_recipes_of_others_and_files_next_to_a_recipe_are_kept(
+        self, model: BlockModel, output: Path
+    ) -> None:
+        Recipe("bos", fingerprints=("f" * 64,), model="other").save(output)
+        with pytest.raises(DataError, match=r"contains a recipe for other \(fingerprints f{12}\)"):
+            repaired(model, output)
+        assert Recipe.load(output).sink == "bos"
+        (output / "NOTES.md").write_text("mine")
+        with pytest.raises(DataError, match=r"contains 'NOTES\.md'"):
+            repaired(model, output)
+        assert (output / "NOTES.md").read_text() == "mine"
 
     @pytest.mark.parametrize("damaged", [False, True])
     def test_an_earlier_recipe_is_replaced(
@@ -360,19 +374,19 @@ class TestChecks:
             raise InterruptedError
 
         monkeypatch.setattr(stages, "write_questions", begins)
-        asked = material(model, questions=None, passages=PASSAGES, nearest=nearest)
+        asked: dict[str, Any] = {"questions": None, "passages": PASSAGES, "nearest": nearest}
         output = tmp_path / "recipe"
         with pytest.raises(DataError, match=r"found 10 minutes, expected at least (\d+)") as raised:
-            run.repair(model, asked, output, minutes=10, limits=QUICK)
+            repaired(model, output, minutes=10, **asked)
         assert list(tmp_path.iterdir()) == []
         found = re.search(r"--minutes (\d+)", str(raised.value))
         assert found is not None
         minutes = int(found[1])
         assert 15 < minutes < 30
         with pytest.raises(InterruptedError):
-            run.repair(model, asked, output, minutes=minutes, limits=QUICK)
+            repaired(model, output, minutes=minutes, **asked)
         with pytest.raises(DataError, match="There is too little time"):
-            run.repair(model, asked, output, minutes=minutes - 1, limits=QUICK)
+            repaired(model, output, minutes=minutes - 1, **asked)
 
     def test_speeds_are_measured_with_short_prompts(
         self, model: BlockModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -470,20 +484,19 @@ class TestInterruption:
     def test_different_minutes_are_refused_once_there_is_a_plan(
         self, model: BlockModel, output: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        asked = material(model)
         with monkeypatch.context() as patched:
             patched.setattr(Repair, "speeds", lambda *_: Speeds(60.0, 60.0, 60.0, 60.0))
             with pytest.raises(DataError, match="too little time"):
-                run.repair(model, asked, output, minutes=5, limits=QUICK)
+                repaired(model, output, minutes=5)
         assert not output.with_name("recipe.work").exists()
         with monkeypatch.context() as patched:
             patched.setattr(Repair, "closed_form", lambda *_: 1 / 0)
             with pytest.raises(ZeroDivisionError):
-                run.repair(model, asked, output, minutes=20, limits=QUICK)
+                repaired(model, output, minutes=20)
         with pytest.raises(
             DataError, match="repair of 20 minutes, but --minutes is 30: pass the same"
         ):
-            run.repair(model, asked, output, minutes=30, limits=QUICK)
+            repaired(model, output, minutes=30)
 
     def test_after_too_little_time_more_minutes_allow_more_questions(
         self,
@@ -495,7 +508,7 @@ class TestInterruption:
         numbers = count()
         monkeypatch.setattr(data, "clean_question", lambda _: f"what is {next(numbers)}?")
         many = [replace(one, title=f"{n} {one.title}") for one in PASSAGES for n in range(4)]
-        asked = material(model, questions=None, passages=many, nearest=nearest)
+        asked: dict[str, Any] = {"questions": None, "passages": many, "nearest": nearest}
 
         def first_batch_alone(*args: Any) -> Any:
             times = chain([False], repeat(True))
@@ -507,10 +520,10 @@ class TestInterruption:
             # Simulates writing that took unusually long.
             patched.setattr(stages, "check_time", lambda *_: None)
             with pytest.raises(DataError, match=r"too little time .* 0.0 minutes are left"):
-                run.repair(model, asked, output, minutes=0.01, limits=QUICK)
+                repaired(model, output, minutes=0.01, **asked)
         assert f"All intermediate results are in {output.with_name('recipe.work')}" in caplog.text
         assert output.with_name("recipe.work").exists()
-        report = run.repair(model, asked, output, minutes=20, limits=QUICK).report
+        report = repaired(model, output, minutes=20, **asked).report
         assert report["questions"] == 24
 
     def test_concurrent_repairs_with_the_same_output_are_refused(
@@ -536,9 +549,3 @@ class TestInterruption:
         monkeypatch.setattr(stages, "LATEST", 0.0)
         report = repaired(model, output).report
         assert measured_steps(report) == [0, 1]
-
-    def test_recipes_of_others_are_kept(self, model: BlockModel, output: Path) -> None:
-        Recipe("bos", fingerprints=("f" * 64,), model="other").save(output)
-        with pytest.raises(DataError, match=r"contains a recipe for other \(fingerprints f{12}\)"):
-            repaired(model, output)
-        assert Recipe.load(output).sink == "bos"

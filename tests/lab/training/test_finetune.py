@@ -69,12 +69,18 @@ class TestResult:
         assert not (folder / "out.work").exists()
 
     def test_the_result_is_an_ordinary_model_marked_as_block_tuned(self, folder: Path) -> None:
-        tune(folder, max_steps=1)
+        before = os.umask(0o027)
+        try:
+            tune(folder, max_steps=1)
+        finally:
+            os.umask(before)
         loaded: Any = AutoModelForCausalLM.from_pretrained(folder / "out")
         marker = {"version": 1, "modes": ["block", "full"], "positions": "reordered"}
         assert loaded.config.block_attention == {**marker, "sink": "none"}
         assert loaded.config.use_cache
         assert BlockModel.from_pretrained(folder / "out").is_block_tuned
+        modes = {path.name: path.stat().st_mode & 0o777 for path in (folder / "out").iterdir()}
+        assert set(modes.values()) == {0o640}, modes  # as the umask demands
 
     @pytest.mark.parametrize("sink", ["bos", "head:4"])
     def test_a_model_trained_with_a_sink_records_it(self, folder: Path, sink: str) -> None:
@@ -86,10 +92,6 @@ class TestResult:
         assert BlockAttentionEngine(tuned).recipe.sink == sink
         assert profile_of(tuned).sink == sink
 
-    def test_training_only_full_mode_does_not_mark_the_model(self, folder: Path) -> None:
-        tune(folder, max_steps=1, modes=("full",))
-        assert not BlockModel.from_pretrained(folder / "out").is_block_tuned
-
     def test_saved_adapters_have_their_own_mark_and_fingerprint(self, folder: Path) -> None:
         tune(folder, max_steps=2, lora=True, lora_rank=4)
         assert not (folder / "out" / "model.safetensors").exists()
@@ -100,23 +102,14 @@ class TestResult:
         assert not base.is_block_tuned
         assert tuned.fingerprint != base.fingerprint
 
-    def test_files_follow_the_umask(self, folder: Path) -> None:
-        before = os.umask(0o027)
-        try:
-            tune(folder, max_steps=1)
-        finally:
-            os.umask(before)
-        modes = {path.name: path.stat().st_mode & 0o777 for path in (folder / "out").iterdir()}
-        assert set(modes.values()) == {0o640}, modes
-
-    def test_adapters_trained_only_in_full_mode_remove_the_mark_of_the_base(
-        self, folder: Path
-    ) -> None:
+    def test_training_only_in_full_mode_leaves_no_mark(self, folder: Path) -> None:
         given: dict[str, Any] = {"model": "bundled", "lora": True, "max_steps": 1}
         tune(folder, **given, modes=("full",))
         tune(folder, "both", **given)
         assert not BlockModel.from_pretrained(folder / "out").is_block_tuned
         assert BlockModel.from_pretrained(folder / "both").is_block_tuned
+        tune(folder, "full", max_steps=1, modes=("full",))
+        assert not BlockModel.from_pretrained(folder / "full").is_block_tuned
         # peft finds the base model by its path. If the path is missing, we find it by name.
         adapter = folder / "both" / "adapter_config.json"
         written = json.loads(adapter.read_text())
@@ -233,12 +226,10 @@ class TestRefusals:
         before = sorted(folder.iterdir())
         with pytest.raises(DataError, match="line 13"):
             tune(folder)
-        assert sorted(folder.iterdir()) == before
-
-    def test_data_without_samples_is_refused(self, folder: Path) -> None:
         (folder / "train.jsonl").write_text("\n")
         with pytest.raises(DataError, match="Found no sample"):
             tune(folder)
+        assert sorted(folder.iterdir()) == before
 
     @pytest.mark.parametrize("kind", ["folder", "file", "link"])
     def test_an_existing_output_is_not_overwritten(self, folder: Path, kind: str) -> None:
