@@ -100,11 +100,9 @@ class CapacityPlan:
 
     Args:
         passage_bytes, total_bytes: Sizes of a stored passage and of the collection.
-        ingest_s: Time to encode the collection.
-        full_ttft_s: Time to first token of a full prefill.
         break_even_bytes_per_s: Store bandwidth at which reuse is as fast as a full prefill. None:
             even reuse from memory is not faster.
-        tiers: Storage tiers for blocks, fastest first.
+        tiers: Storage tiers, fastest first.
     """
 
     footprint: Footprint
@@ -117,11 +115,8 @@ class CapacityPlan:
 
 
 def footprint(config: Any, dtype: torch.dtype, kv_dtype: KVDtype = "model") -> Footprint:
-    """Compute the footprint of a model from its config, without creating or loading weights.
-
-    The model is built and run once on PyTorch's meta device, which computes only shapes, so this
-    works for any architecture.
-    """
+    """Compute the footprint of a model of any architecture from its config, by running it once on
+    PyTorch's meta device, which computes only shapes."""
     factory: Any = AutoModelForCausalLM
     with torch.device("meta"):
         # Count elements in this dtype, because some kernels support no other on the meta device.

@@ -13,13 +13,7 @@ import accelerate  # noqa: F401 - fails early: the Trainer imports it late
 import torch
 from torch import Tensor
 from torch.utils.data import Sampler
-from transformers import (
-    PrinterCallback,
-    Trainer,
-    TrainerCallback,
-    TrainerState,
-    TrainingArguments,
-)
+from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerState, TrainingArguments
 
 from blockattn_rag.errors import DivergedError
 

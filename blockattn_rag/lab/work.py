@@ -90,17 +90,10 @@ def _held(work: Path) -> Iterator[None]:
 
 @contextmanager
 def work_folder(
-    work: Path,
-    settings: Mapping[str, Any],
-    is_worth_keeping: Callable[[BaseException], bool],
+    work: Path, settings: Mapping[str, Any], is_worth_keeping: Callable[[BaseException], bool]
 ) -> Iterator[None]:
-    """Lock a work folder during a run, which resumes an interrupted run with the same settings.
-
-    Args:
-        settings: JSON values that affect the result.
-        is_worth_keeping: Whether a run that failed with an error can be resumed. If not, the folder
-            is deleted.
-    """
+    """Lock a work folder during a run, which resumes an interrupted run with the same settings. If
+    the run fails with an error that is not worth keeping it, the folder is deleted."""
     # Lock before comparing the settings, so that a running process is reported as such.
     with _held(work):
         if not _check_same(work, settings):

@@ -38,12 +38,7 @@ _TIMED = 5
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """Question with its prompt.
-
-    Args:
-        answers: Reference answers. Empty: there are none.
-        digest: Digest of the question, to recognize its records when a run is resumed.
-    """
+    """Question with its prompt, and with its reference answers, if there are any."""
 
     id: str
     question: str
@@ -134,7 +129,6 @@ def evaluate_collection(
     Args:
         engine: Engine without resident blocks, so that times include reading them. Missing blocks
             are encoded and stored, for ``"fast"`` in a temporary folder.
-        max_new_tokens: Maximum length of an answer in tokens.
     """
     with tempfile.TemporaryDirectory() as folder:
         engines = _engines(engine, folder)

@@ -46,10 +46,7 @@ class Sums:
     The input x is a token's state in block mode, followed by a one-hot encoding of its place in the
     block. The target y is its state with full attention minus its state in block mode. The sums
     ``xx`` ``[K, D+P, D+P]``, ``xy`` ``[K, D+P, D]`` and ``yy`` ``[K, D]`` are float64, for K heads
-    of size D and P places.
-
-    Args:
-        dtype: Dtype that the states are computed in.
+    of size D and P places. The states are computed in ``dtype``.
     """
 
     def __init__(self, heads: int, size: int, dtype: torch.dtype = torch.float32) -> None:
@@ -99,13 +96,8 @@ def fit_correction(
     sink: str = NO_SINK,
     on_progress: Callable[[int, int], None] = lambda *_: None,
 ) -> Correction:
-    """Fit a correction for blocks that are encoded after ``sink``.
-
-    Args:
-        contexts: Token ids of each prompt's blocks. The first block is the start of the prompt and
-            is not corrected.
-        held_out: Held-out prompts, on which the penalty is selected.
-    """
+    """Fit a correction for blocks that are encoded after ``sink``. The first block of each prompt
+    is not corrected. The penalty is selected on the held-out prompts."""
     every = [*contexts, *held_out]
     if not contexts or not held_out or any(len(context) < 2 for context in every):
         raise ValueError(

@@ -98,7 +98,6 @@ class Choice:
     Args:
         recipes: All candidates by name: first those without a cost per answer, the simplest first,
             then those with a cost, the cheapest first.
-        losses: Mean loss of each candidate, by name.
         shares: Fraction of full mode's answers that each candidate of the last step keeps, by name.
     """
 
@@ -212,9 +211,6 @@ def choose(losses: Losses, in_use: str | None = None) -> str:
     Chooses the first recipe whose loss is at most one standard error above the lowest loss. The
     recipe in use is kept unless the chosen recipe is better by more than the 95 % interval of the
     difference. Standard errors are those of paired differences per question.
-
-    Args:
-        losses: Losses on at least two questions.
     """
     best = min(losses, key=lambda name: losses[name].mean())
     chosen = next(name for name in losses if _difference(losses, name, best) <= 1)

@@ -44,7 +44,8 @@ class FinetuneConfig:
             :mod:`blockattn_rag.prompts.sinks`. The engine must use the same sink.
         prompt_format: Format of records with passages: a name in ``prompts.FORMATS``, or ``"auto"``
             for the format of a known checkpoint and ``"chat"`` for other models.
-        blocks_per_turn: Maximum number of blocks that a turn of ``messages`` is split into.
+        blocks_per_turn: Maximum number of blocks that a turn of ``messages`` is split into. With 1,
+            single-turn records have no context and are identical in both modes.
         epochs, max_steps: Length of the run. ``max_steps`` overrides ``epochs``.
         batch_size: Training items (samples in one mode) per optimizer step, over all devices.
         per_device_batch_size: Training items per forward pass on a device.

@@ -85,12 +85,9 @@ class DataReport:
 
 
 class SampleEncoder:
-    """Encodes records with a tokenizer and a prompt format.
+    """Encodes records with a tokenizer and a prompt format for records with passages.
 
-    Args:
-        prompt: Prompt format for records with passages, or its name.
-        blocks_per_turn: Maximum number of blocks that a turn of ``messages`` is split into.
-        max_tokens: Maximum length of a sample in tokens. Default: no limit.
+    Turns of ``messages`` are split into at most ``blocks_per_turn`` blocks.
     """
 
     def __init__(

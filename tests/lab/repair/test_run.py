@@ -158,10 +158,7 @@ class TestResult:
         assert figures(report)[3].startswith(f"Right answers: full {right}, block ")
 
     def test_without_matplotlib_there_is_a_warning_and_no_plot(
-        self,
-        finished: Finished,
-        monkeypatch: pytest.MonkeyPatch,
-        caplog: pytest.LogCaptureFixture,
+        self, finished: Finished, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
         monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
         assert plot(finished.recipe.report) is None
