@@ -194,16 +194,19 @@ def _masks(hf_model: PreTrainedModel, lengths: Sequence[int], sink_length: int) 
     """Additive masks ``[1, 1, n, n]``: 0 where a token is visible, else the dtype's minimum."""
     layers = DynamicCache(config=hf_model.config).layers
     windows = {getattr(layer, "sliding_window", None) for layer in layers}
-    lowest, masks = torch.finfo(hf_model.dtype).min, {}
+    lowest = torch.finfo(hf_model.dtype).min
+    masks: dict[int | None, Tensor] = {}
     for window in windows:
         hidden = ~block_mask(lengths, window, sink_length)[None, None]
         masks[window] = lowest * hidden.to(hf_model.device, hf_model.dtype)
     if len(windows) == 1:
         return masks.popitem()[1]
     (window,) = windows - {None}
-    full = dict.fromkeys(("full_attention", "hybrid"), masks[None])
-    sliding = dict.fromkeys(("sliding_attention", "hybrid_sliding"), masks[window])
-    return defaultdict(lambda: None, full | sliding)
+    by_kind: dict[str, Tensor | None] = {
+        **dict.fromkeys(("full_attention", "hybrid"), masks[None]),
+        **dict.fromkeys(("sliding_attention", "hybrid_sliding"), masks[window]),
+    }
+    return defaultdict(lambda: None, by_kind)
 
 
 @contextmanager

@@ -234,7 +234,7 @@ def _prompt(engine: BlockAttentionEngine, passage: Passage) -> BlockPrompt:
     tokenizer = engine.model.tokenizer.tokenizer
     text = f"{passage.title}\n{passage.text}".strip()
     before, after = (Span(part, "system") for part in _ASK)
-    spans: Sequence[Span] = (before, Span(text, "conversation"), after)
+    spans: tuple[Span, ...] = (before, Span(text, "conversation"), after)
     if has_chat_template(tokenizer):
         messages: list[Message] = [{"role": "user", "content": spans}]
         spans = chat_spans(tokenizer, messages)
