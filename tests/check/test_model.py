@@ -137,15 +137,12 @@ def test_kinds_report_what_they_store() -> None:
 
 
 @pytest.mark.parametrize("kind", ["state", "state of convolutions", "attention and state"])
-def test_a_wrong_start_state_fails(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_or_missing_start_state_fails(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, right = new_model(kind), HeadStates.start
     monkeypatch.setattr(HeadStates, "start", lambda own, cache, ids: right(own, cache, ids[:-1]))
     assert {"one block = full attention", "assembled = oracle"} <= failed(model)
-
-
-def test_a_missing_start_state_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HeadStates, "start", lambda *_: None)
-    assert "assembled = oracle" in failed(new_model("state"))
+    assert "assembled = oracle" in failed(model)
 
 
 def test_a_state_of_the_last_passage_fails(monkeypatch: pytest.MonkeyPatch) -> None:

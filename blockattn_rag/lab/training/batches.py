@@ -126,13 +126,13 @@ class ModeDataset(Dataset[Item]):
         names = ("input_ids", "labels", *TokenLayout._fields)
         item: dict[str, list[int]] = {name: [] for name in names}
         start, last = 0, len(blocks) - 1
-        for index, length in enumerate(blocks):
-            sink = list(self.sink) if 0 < index < last else []
+        for at, length in enumerate(blocks):
+            sink = list(self.sink) if 0 < at < last else []
             end = start + length
             places = range(start - len(sink), end)
             # A moved block starts at position 0.
-            shift = start if self.positions == "composite" and index != last else 0
-            number = FINAL if index == last else index + 1
+            shift = start if self.positions == "composite" and at != last else 0
+            number = FINAL if at == last else at + 1
             item["input_ids"] += sink + ids[start:end]
             item["labels"] += [IGNORED] * len(sink) + labels[start:end]
             item["block"] += [-number] * len(sink) + [number] * length

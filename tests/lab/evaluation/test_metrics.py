@@ -12,11 +12,8 @@ from blockattn_rag.lab.evaluation.metrics import (
 )
 
 
-def test_normalizing_drops_case_punctuation_articles_and_extra_spaces() -> None:
+def test_normalizing_drops_case_punctuation_spaces_and_articles_but_not_the_whole_answer() -> None:
     assert normalize_answer("  The  Tower, of\tA. Hill! ") == "tower of hill"
-
-
-def test_an_answer_of_articles_only_is_not_normalized_to_nothing() -> None:
     assert normalize_answer("A") == "a"
     assert contains_answer("nothing of the kind: b", ["A"]) == 0.0
 
