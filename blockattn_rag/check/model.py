@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
 
-from blockattn_rag.check.oracle import oracle_generate, oracle_logits
+from blockattn_rag.check.oracle import oracle_generate, oracle_logits, recipe_arguments
+from blockattn_rag.engine.fetcher import PLAIN
 from blockattn_rag.engine.recipe import Recipe
-from blockattn_rag.kv.context import Context, place
-from blockattn_rag.kv.rope import relative_error
+from blockattn_rag.kv import Context, place, relative_error
 from blockattn_rag.model.block_model import BlockModel
 from blockattn_rag.model.encoding import EncodeRequest
-from blockattn_rag.model.kinds import storing, summary
+from blockattn_rag.model.kinds import summary
 from blockattn_rag.model.probe import LOGITS, LOGITS_OF_OTHER_DTYPES, vocabulary_size
 from blockattn_rag.model.recompute import recompute
 from blockattn_rag.model.sampling import Sampling
@@ -25,6 +26,7 @@ from blockattn_rag.prompts.sinks import sink_ids
 _BLOCK_TOKENS = (24, 1, 17, 12)
 _SINK_TOKENS = 4
 _NEW_TOKENS = 8
+_EXACT = (torch.float32, torch.float64)
 _MARGIN = 2
 """Budget as a multiple of the rounding error. Errors of exact models are below 1."""
 _BOUNDARY_TEXT = "Halden Tower is 214 metres tall.\n\nIt was built in 1931."
@@ -32,8 +34,7 @@ _BOUNDARY_TEXT = "Halden Tower is 214 metres tall.\n\nIt was built in 1931."
 
 @dataclass(frozen=True, slots=True)
 class CheckRow:
-    """Result of one check. ``value``: Measured value, if any. ``budget``: Upper limit of ``value``,
-    if there is one."""
+    """Result of one check. ``budget``: Upper limit of the measured ``value``, if there is one."""
 
     name: str
     passed: bool
@@ -61,11 +62,18 @@ def check_model(model: BlockModel, recipe: Recipe | None = None) -> CheckReport:
     model's rounding error: the change in full attention's logits when each embedding changes by one
     rounding step. The rotary layout was measured when the model was loaded.
     """
-    blocks = _random_blocks(model)
-    budget = _budget(model, blocks)
+    generator, vocabulary = torch.Generator().manual_seed(1), vocabulary_size(model.hf_model)
+    blocks: list[list[int]] = [
+        torch.randint(vocabulary, (tokens,), generator=generator).tolist()
+        for tokens in _BLOCK_TOKENS
+    ]
+    budget = LOGITS.get(model.dtype, LOGITS_OF_OTHER_DTYPES)
+    if model.dtype not in _EXACT:
+        budget = min(max(LOGITS[torch.float32], _MARGIN * _rounding_error(model, blocks)), budget)
     first, final = blocks[0], blocks[-1]
+    one = placed_context(model, [first])
     errors = {
-        "one block = full attention": _full_error(model, [first, final]),
+        "one block = full attention": _full_error(model, [first, final], one),
         "assembled = oracle": _oracle_error(model, blocks),
         "same block twice = oracle": _oracle_error(model, [first, first, final]),
         "other order = oracle": _oracle_error(model, [*blocks[-2::-1], final]),
@@ -75,9 +83,12 @@ def check_model(model: BlockModel, recipe: Recipe | None = None) -> CheckReport:
         sink = sink_ids(recipe.sink, model.tokenizer)
         errors[f"recipe {recipe} = oracle"] = _oracle_error(model, blocks, sink, recipe)
         if recipe.recompute:
-            errors["all tokens recomputed = full attention"] = _recomputed_error(
-                model, blocks, sink, recipe
-            )
+            placed = placed_context(model, blocks[:-1], sink, recipe)
+            may_change = [False, *[True] * (len(blocks) - 2)]
+            with model.lock:
+                recomputed, _ = recompute(model, placed, may_change, final, 1.0)
+            name = "all tokens recomputed = full attention"
+            errors[name] = _full_error(model, blocks, recomputed)
     detail = "relative error of the logits"
     rows = [
         _layout_row(model),
@@ -92,28 +103,19 @@ def _layout_row(model: BlockModel) -> CheckRow:
     profile = model.profile
     kinds = {(layout.pairing, layout.rotary_dim) for layout in profile.layouts}
     kind = ", ".join(f"{pairing} x {dim}" if dim else "none" for pairing, dim in sorted(kinds))
-    detail = (
-        f"{summary(profile.kinds)}; rotation: {kind}; {model.bytes_per_token:,} bytes per token"
-    )
-    error = max(profile.key_error, profile.value_error)
-    return CheckRow("layers", True, error, None, detail)
-
-
-def _random_blocks(model: BlockModel) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(1)
-    vocabulary = vocabulary_size(model.hf_model)
-    return [torch.randint(vocabulary, (n,), generator=generator).tolist() for n in _BLOCK_TOKENS]
+    size = f"{model.bytes_per_token:,} bytes per token"
+    detail = f"{summary(profile.kinds)}; rotation: {kind}; {size}"
+    return CheckRow("layers", True, max(profile.key_error, profile.value_error), None, detail)
 
 
 def placed_context(
     model: BlockModel,
     blocks: list[list[int]],
     sink: Sequence[int] = (),
-    recipe: Recipe = Recipe(),  # noqa: B008 -- frozen
+    recipe: Recipe = PLAIN,
 ) -> Context:
-    """Encode blocks of token ids, and place them in order, with a recipe's positions.
-
-    All blocks except the first are encoded with ``sink`` and the recipe's adapter."""
+    """Encode blocks of token ids, all except the first with ``sink`` and the recipe's adapter, and
+    place them in order, with the recipe's positions."""
     sinks = [sink if index else () for index in range(len(blocks))]
     requests = [
         EncodeRequest(ids, f"{ids}, {before}", "", before)
@@ -127,74 +129,34 @@ def placed_context(
     return place(context, recipe.positions)
 
 
-def _full_error(
-    model: BlockModel, blocks: list[list[int]], context: Context | None = None
-) -> float:
-    """Logits error after each token of the final block, compared with full attention.
-
-    ``context``: Context before the final block. Default: the other blocks, in block mode."""
-    *others, final = blocks
-    if context is None:
-        context = placed_context(model, others)
-    expected = _full_logits(model, blocks)
-    return relative_error(_block_logits(model, context, final), expected)
+def _full_error(model: BlockModel, blocks: list[list[int]], context: Context) -> float:
+    """Logits error after each token of the final block, compared with full attention."""
+    return relative_error(_block_logits(model, context, blocks[-1]), _full_logits(model, blocks))
 
 
 def _oracle_error(
     model: BlockModel,
     blocks: list[list[int]],
     sink: Sequence[int] = (),
-    recipe: Recipe = Recipe(),  # noqa: B008 -- frozen
+    recipe: Recipe = PLAIN,
 ) -> float:
-    """Logits error after each token of the final block, compared with the oracle.
-
-    Includes a recipe's adapter and positions, but neither recomputation nor promotion, which only
-    moves passages into the final block."""
+    """Logits error after each token of the final block, compared with the oracle, with a recipe's
+    adapter and positions. Promotion only moves passages into the final block."""
     found = _block_logits(model, placed_context(model, blocks[:-1], sink, recipe), blocks[-1])
-    expected = oracle_logits(
-        model.hf_model,
-        blocks,
-        sink,
-        adapter=recipe.adapter,
-        layouts=model.profile.layouts,
-        layers=storing(model.profile.kinds),
-        positions=recipe.positions,
-    )
+    expected = oracle_logits(model.hf_model, blocks, sink, **recipe_arguments(model, recipe))
     return relative_error(found, expected)
-
-
-def _recomputed_error(
-    model: BlockModel, blocks: list[list[int]], sink: Sequence[int], recipe: Recipe
-) -> float:
-    """Logits error after the final block, compared with full attention, if all tokens of all blocks
-    except the first are recomputed."""
-    *context, final = blocks
-    placed = placed_context(model, context, sink, recipe)
-    may_change = [False, *[True] * (len(context) - 1)]
-    with model.lock:
-        recomputed, _ = recompute(model, placed, may_change, final, 1.0)
-    return _full_error(model, blocks, recomputed)
 
 
 def _full_logits(model: BlockModel, blocks: list[list[int]]) -> Tensor:
     """Logits of full attention after each token of the final block."""
     *others, (first, *rest) = blocks
-    ids = [token for block in others for token in block]
-    return model.answer_logits(ids, [first], [*rest, 0]).float()
+    return model.answer_logits([*chain(*others)], [first], [*rest, 0]).float()
 
 
 def _block_logits(model: BlockModel, context: Context, final_ids: list[int]) -> Tensor:
-    """Block-mode logits after each token of the final block. The 0 is a placeholder that is never
-    an input."""
+    """Block-mode logits after each token of the final block. The 0 is never an input."""
     first, *others = final_ids
     return model.answer_logits((), [first], [*others, 0], model.cache_for(context)).float()
-
-
-def _budget(model: BlockModel, blocks: list[list[int]]) -> float:
-    limit = LOGITS.get(model.dtype, LOGITS_OF_OTHER_DTYPES)
-    if model.dtype in (torch.float32, torch.float64):
-        return limit
-    return min(max(LOGITS[torch.float32], _MARGIN * _rounding_error(model, blocks)), limit)
 
 
 def _rounding_error(model: BlockModel, blocks: list[list[int]]) -> float:
@@ -228,7 +190,7 @@ def _greedy_row(model: BlockModel, blocks: list[list[int]]) -> CheckRow:
     same = next((i for i, (a, b) in enumerate(zip(found, expected, strict=False)) if a != b), -1)
     equal = found == expected
     # 16-bit rounding may flip near ties. The logits checks cover these types.
-    passed = equal or model.dtype not in (torch.float32, torch.float64)
+    passed = equal or model.dtype not in _EXACT
     detail = f"{len(found)} tokens" if equal else f"first difference at token {same}"
     return CheckRow("greedy tokens = oracle", passed, float(not equal), 0.0, detail)
 

@@ -4,27 +4,28 @@ The oracle runs one dense forward pass over all tokens of the prompt, with an ex
 Nothing is stored, moved or merged. With an adapter, the final block attends to each passage's
 adapted keys and values, and all other rows attend to the original ones. The formula of
 ``model.correction`` is evaluated block by block, in float64, with explicit attention weights. State
-layers run segment by segment (``check.segments``). Only tests and ``check`` import this module.
+layers run segment by segment: a segment is a block with its sink, or the prompt's first block with
+the final block. No state is stored or set, and no code is shared with ``model.states``.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AttentionInterface, DynamicCache, PreTrainedModel
 
-from blockattn_rag.check.segments import segmented
 from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.errors import UnsupportedModelError
-from blockattn_rag.kv.context import Positions
-from blockattn_rag.kv.rope import RotaryLayout, rotate
+from blockattn_rag.kv import Positions, RotaryLayout, rotate
 from blockattn_rag.model import BlockModel
 from blockattn_rag.model.correction import PLACES, Correction
+from blockattn_rag.model.kinds import storing
 from blockattn_rag.prompts.blocks import BlockPrompt
 from blockattn_rag.prompts.sinks import sink_ids as ids_of_sink
 
@@ -36,7 +37,7 @@ class Layout(NamedTuple):
 
     ``block``: Index of the token's block. A sink belongs to the block that follows it.
     ``position``: Position in the prompt. A sink takes the positions right before its block, and
-    does not move the block. ``is_sink``: Whether the token belongs to a sink.
+    does not move the block.
     """
 
     block: Tensor
@@ -46,17 +47,15 @@ class Layout(NamedTuple):
 
 def layout_of(block_lengths: Sequence[int], sink_length: int = 0) -> Layout:
     """Create a layout with a sink before each block except the first and the final block."""
-    block: list[int] = []
-    position: list[int] = []
-    is_sink: list[bool] = []
+    tokens: list[tuple[int, int, bool]] = []
     start, final = 0, len(block_lengths) - 1
     for number, length in enumerate(block_lengths):
         sink = sink_length if 0 < number < final else 0
-        block += [number] * (sink + length)
-        position += range(start - sink, start + length)
-        is_sink += [True] * sink + [False] * length
+        places = range(start - sink, start + length)
+        tokens += ((number, place, place < start) for place in places)
         start += length
-    return Layout(torch.tensor(block), torch.tensor(position), torch.tensor(is_sink))
+    block, position, is_sink = map(torch.tensor, zip(*tokens, strict=True))
+    return Layout(block, position, is_sink)
 
 
 def block_mask(
@@ -77,7 +76,6 @@ def block_mask(
                                 F   1 1 . 1 1 1 1
 
     Args:
-        block_lengths: Number of tokens of each block. The last block is the final block.
         window: Sliding window: a token attends to the last ``window`` tokens, including itself.
         sink_length: Number of sink tokens before each block except the first and the final block.
     """
@@ -151,22 +149,26 @@ def oracle_generate(
     return new
 
 
+def recipe_arguments(model: BlockModel, recipe: Recipe) -> dict[str, Any]:
+    """Arguments of ``oracle_logits`` for a recipe, except its sink."""
+    return {
+        "adapter": recipe.adapter,
+        "layouts": model.profile.layouts,
+        "layers": storing(model.profile.kinds),
+        "positions": recipe.positions,
+    }
+
+
 class RecipeOracle:
     """Oracle for answers to a prompt with a recipe."""
 
     def __init__(self, model: BlockModel, prompt: BlockPrompt, recipe: Recipe) -> None:
         if recipe.recompute:
             raise ValueError(f"Invalid recipe {recipe}: the oracle does not recompute tokens")
-        self._hf_model = model.hf_model
-        self._end_ids = sorted(model.end_token_ids)
+        self._model = model
+        self._sink_ids = ids_of_sink(recipe.sink, model.tokenizer)
+        self._arguments = recipe_arguments(model, recipe)
         ids = model.tokenizer.prompt_ids(prompt)
-        self._arguments: dict[str, Any] = {
-            "sink_ids": ids_of_sink(recipe.sink, model.tokenizer),
-            "adapter": recipe.adapter,
-            "layouts": model.profile.layouts,
-            "layers": [i for i, kind in enumerate(model.profile.kinds) if kind.stores],
-            "positions": recipe.positions,
-        }
         # Do not use the tokenizer's split, which engines use and the oracle must verify.
         is_passage = [block.is_passage for block in prompt.context]
         stay, promoted = len(ids.context), min(recipe.promote, sum(is_passage))
@@ -178,35 +180,33 @@ class RecipeOracle:
     def logits(self, answer_ids: Sequence[int] = ()) -> Tensor:
         """Logits ``[answer tokens + 1, vocab]`` after the prompt and after each answer token."""
         blocks = [*self.blocks[:-1], [*self.blocks[-1], *answer_ids]]
-        found = oracle_logits(self._hf_model, blocks, **self._arguments)
+        found = oracle_logits(self._model.hf_model, blocks, self._sink_ids, **self._arguments)
         return found[-1 - len(answer_ids) :]
 
     def generate(self, max_new_tokens: int) -> list[int]:
+        ends, model = sorted(self._model.end_token_ids), self._model.hf_model
         return oracle_generate(
-            self._hf_model, self.blocks, max_new_tokens, self._end_ids, **self._arguments
+            model, self.blocks, max_new_tokens, ends, self._sink_ids, **self._arguments
         )
 
 
 def _masks(hf_model: PreTrainedModel, lengths: Sequence[int], sink_length: int) -> Any:
+    """Additive masks ``[1, 1, n, n]``: 0 where a token is visible, else the dtype's minimum."""
     layers = DynamicCache(config=hf_model.config).layers
     windows = {getattr(layer, "sliding_window", None) for layer in layers}
-    masks = {w: _additive(block_mask(lengths, w, sink_length), hf_model) for w in windows}
+    lowest = torch.finfo(hf_model.dtype).min
+    masks: dict[int | None, Tensor] = {}
+    for window in windows:
+        hidden = ~block_mask(lengths, window, sink_length)[None, None]
+        masks[window] = lowest * hidden.to(hf_model.device, hf_model.dtype)
     if len(windows) == 1:
         return masks.popitem()[1]
     (window,) = windows - {None}
-    found = _Masks(full_attention=masks[None], sliding_attention=masks[window])
-    return _Masks(found, hybrid=masks[None], hybrid_sliding=masks[window])
-
-
-class _Masks(dict[str, Tensor]):
-    def __missing__(self, _: str) -> None:
-        return None
-
-
-def _additive(mask: Tensor, hf_model: PreTrainedModel) -> Tensor:
-    """Additive mask ``[1, 1, n, n]``: 0 where a token is visible, else the dtype's minimum."""
-    bias = torch.zeros(1, 1, *mask.shape, dtype=hf_model.dtype)
-    return bias.masked_fill_(~mask, torch.finfo(hf_model.dtype).min).to(hf_model.device)
+    by_kind: dict[str, Tensor | None] = {
+        **dict.fromkeys(("full_attention", "hybrid"), masks[None]),
+        **dict.fromkeys(("sliding_attention", "hybrid_sliding"), masks[window]),
+    }
+    return defaultdict(lambda: None, by_kind)
 
 
 @contextmanager
@@ -294,3 +294,98 @@ def _turned(keys: Tensor, positions: Tensor, rotary: RotaryLayout) -> Tensor:
         return keys
     cos, sin = (table.double() for table in rotary.cos_sin(positions, keys.device))
     return rotate(keys, cos, sin, rotary)
+
+
+Rows = tuple[Tensor, Tensor]
+"""Indices of a segment's tokens, and whether each token's output is kept (bool)."""
+
+
+def segments(block: Tensor) -> list[Rows]:
+    """Split a prompt into segments. ``block`` ``[n]``: Block index of each token."""
+    final = int(block[-1])
+    found = []
+    for number in range(final + 1):
+        rows = block == number
+        if number == final:
+            rows = rows | (block == 0)
+        at = rows.nonzero()[:, 0]
+        found.append((at, block[at] == number))
+    return found
+
+
+@contextmanager
+def segmented(hf_model: PreTrainedModel, block: Tensor) -> Iterator[None]:
+    """Run the state layers segment by segment. ``block`` ``[n]``: Block index of each token."""
+    parts = [(at.to(hf_model.device), keeps) for at, keeps in segments(block)]
+    with ExitStack() as undo:
+        for mixer in state_mixers(hf_model):
+            original = mixer.forward
+            mixer.forward = _segmented_forward(original, parts)
+            undo.callback(mixer.__dict__.pop, "forward")
+        yield
+
+
+def _segmented_forward(forward: Callable[..., Any], parts: list[Rows]) -> Callable[..., Any]:
+    tokens = sum(int(keeps.sum()) for _, keeps in parts)
+
+    def cut(value: Any, at: Tensor) -> Any:
+        if isinstance(value, (tuple, list)):
+            return type(value)(cut(part, at) for part in value)
+        has_tokens = isinstance(value, Tensor) and value.dim() > 1
+        return value[:, at] if has_tokens and value.shape[1] == tokens else value
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        outputs = []
+        for at, _ in parts:
+            own = {n: None if "mask" in n else cut(value, at) for n, value in kwargs.items()}
+            outputs.append(forward(*(cut(value, at) for value in args), **own))
+        if isinstance(outputs[0], Tensor):
+            return _joined(outputs, parts, tokens)
+        columns = zip(*outputs, strict=True)
+        return tuple(
+            _joined(column, parts, tokens) if isinstance(column[0], Tensor) else column[0]
+            for column in columns
+        )
+
+    return run
+
+
+def _joined(outputs: Sequence[Tensor], parts: list[Rows], tokens: int) -> Tensor:
+    """Join the outputs of segments into one tensor for all tokens."""
+    lengths = [len(at) for at, _ in parts]
+    first = outputs[0]
+    dims = range(1, first.dim())
+    dim = next(d for d in dims if [output.shape[d] for output in outputs] == lengths)
+    joined = first.new_zeros(*first.shape[:dim], tokens, *first.shape[dim + 1 :])
+    for output, (at, keeps) in zip(outputs, parts, strict=True):
+        joined.index_copy_(dim, at[keeps], output.index_select(dim, keeps.nonzero()[:, 0]))
+    return joined
+
+
+def state_mixers(hf_model: PreTrainedModel) -> list[nn.Module]:
+    """Find the outermost modules that update a state in the cache."""
+    running: list[nn.Module] = []
+    found: list[nn.Module] = []
+    layers = DynamicCache(config=hf_model.config).layers
+    if not any(hasattr(layer, "conv_states") for layer in layers):
+        return found
+
+    class Watch(DynamicCache):
+        def update_conv_state(self, *args: Any, **kwargs: Any) -> Any:
+            found.append(running[-1])
+            return super().update_conv_state(*args, **kwargs)
+
+        def update_recurrent_state(self, *args: Any, **kwargs: Any) -> Any:
+            found.append(running[-1])
+            return super().update_recurrent_state(*args, **kwargs)
+
+    with ExitStack() as undo, torch.no_grad():
+        for module in hf_model.modules():
+            before = module.register_forward_pre_hook(lambda own, _: running.append(own))
+            after = module.register_forward_hook(lambda *_: running.pop() and None)
+            undo.callback(before.remove)
+            undo.callback(after.remove)
+        ids = torch.tensor([[1, 2, 3, 4]], device=hf_model.device)
+        hf_model(input_ids=ids, past_key_values=Watch(config=hf_model.config), use_cache=True)
+    inside = {id(part) for one in found for part in one.modules() if part is not one}
+    return list({id(one): one for one in found if id(one) not in inside}.values())

@@ -28,12 +28,6 @@ class ServerReport(CheckReport):
     full: str
 
 
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    text: str
-    stats: ReuseStats
-
-
 def check_server(client: ServerClient) -> ServerReport:
     """Store passages, then ask a question in both modes, and with the passages in another order.
 
@@ -42,9 +36,9 @@ def check_server(client: ServerClient) -> ServerReport:
     Answers may differ between the modes if the model is not block-fine-tuned.
     """
     info = client.info
-    full = _asked(client, "full", PASSAGES)
-    rows = [_row("full mode answers", full.stats.mode == "full" and bool(full.text), full.stats)]
-    block = None
+    full, stats = _answer(client, "full", PASSAGES)
+    rows = [_row("full mode answers", stats.mode == "full" and bool(full), stats)]
+    block: str | None = None
     try:
         stored = client.encode(PASSAGES)
     except MissError as error:  # A read-only server may not have these passages.
@@ -52,32 +46,30 @@ def check_server(client: ServerClient) -> ServerReport:
     else:
         detail = f"{stored.computed} computed, {stored.reused} found"
         rows.append(CheckRow("passages are stored", True, None, None, detail))
-        first = _asked(client, "block", PASSAGES)
-        again = _asked(client, "block", PASSAGES)
-        turned = _asked(client, "block", PASSAGES[::-1])
-        block = again.text
-        known = len(PASSAGES) - info.promote
+        first, computed = _answer(client, "block", PASSAGES)
+        block, again = _answer(client, "block", PASSAGES)
+        _, turned = _answer(client, "block", PASSAGES[::-1])
+
+        def uses_passages(stats: ReuseStats) -> bool:
+            used = stats.hits + stats.misses
+            return stats.mode == "block" and used >= len(PASSAGES) - info.promote
+
+        def reuses_passages(stats: ReuseStats) -> bool:
+            return uses_passages(stats) and not stats.misses
+
         rows += [
-            _row("block mode answers", _uses(first.stats, known) and bool(first.text), first.stats),
-            _row("passages are reused", _reuses(again.stats, known), again.stats),
-            _row("the answer is the same again", again.text == first.text, again.stats),
-            _row("passages are reused in any order", _reuses(turned.stats, known), turned.stats),
+            _row("block mode answers", uses_passages(computed) and bool(first), computed),
+            _row("passages are reused", reuses_passages(again), again),
+            _row("the answer is the same again", block == first, again),
+            _row("passages are reused in any order", reuses_passages(turned), turned),
         ]
-    return ServerReport(client.url, tuple(rows), info, block, full.text)
+    return ServerReport(client.url, tuple(rows), info, block, full)
 
 
-def _asked(client: ServerClient, mode: Mode, passages: Sequence[str]) -> _Asked:
+def _answer(client: ServerClient, mode: Mode, passages: Sequence[str]) -> tuple[str, ReuseStats]:
     pieces: list[str] = []
     _, stats = client.ask(QUESTION, passages, mode=mode, take=pieces.append, max_tokens=_NEW_TOKENS)
-    return _Asked("".join(pieces).strip(), stats)
-
-
-def _uses(stats: ReuseStats, passages: int) -> bool:
-    return stats.mode == "block" and stats.hits + stats.misses >= passages
-
-
-def _reuses(stats: ReuseStats, passages: int) -> bool:
-    return _uses(stats, passages) and not stats.misses
+    return "".join(pieces).strip(), stats
 
 
 def _row(name: str, passed: bool, stats: ReuseStats) -> CheckRow:

@@ -64,8 +64,7 @@ def parse_line(line: bytes) -> object:
     try:
         return json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
-        raise DataError(f"Invalid UTF-8 (byte {error.start}); save the file as "
-                        "UTF-8") from error  # fmt: skip
+        raise DataError(f"Invalid UTF-8 (byte {error.start}); save the file as UTF-8") from error
     except RecursionError as error:
         raise DataError("JSON is nested too deeply, expected one object per line") from error
     except ValueError as error:
@@ -91,7 +90,6 @@ def required_text(record: JsonRecord, key: str, where: str = "") -> str:
 
 
 def not_blank(value: object, name: str) -> str:
-    """Return ``value``, or raise DataError if it is not a non-blank string."""
     text = of_kind(value, str, name)
     if not text.strip():
         raise DataError(f"Found an empty {name}, expected text")
@@ -99,7 +97,6 @@ def not_blank(value: object, name: str) -> str:
 
 
 def list_of(record: JsonRecord, key: str, *, may_be_empty: bool = False) -> Sequence[object]:
-    """Return the list under a required key. Raises DataError for an unexpected empty list."""
     items: list[object] = of_kind(value_of(record, key), list, f"'{key}'")
     if not items and not may_be_empty:
         raise DataError(f"Found an empty list '{key}'")

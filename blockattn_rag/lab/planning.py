@@ -53,12 +53,11 @@ class Machine:
 
     Args:
         memory_bytes, disk_bytes: Space for blocks (and, if the model runs on the CPU, for weights
-            in memory), in bytes.
-        gpu_bytes: GPU memory in bytes. None: the model runs on the CPU.
+            in memory).
+        gpu_bytes: GPU memory. None: the model runs on the CPU.
         operations_per_s: Floating-point operations per second.
         device_bytes_per_s: Memory bandwidth of the device that the model runs on.
         transfer_bytes_per_s: Host-to-device bandwidth.
-        disk_bytes_per_s: Disk bandwidth.
     """
 
     memory_bytes: int
@@ -70,7 +69,7 @@ class Machine:
     disk_bytes_per_s: float = 2e9
 
     def forward_s(self, operations: float, read_bytes: float) -> float:
-        """Estimate the seconds of a forward pass: the longer of computation and memory reads."""
+        """Seconds of a forward pass: the longer of computation and memory reads."""
         return max(operations / self.operations_per_s, read_bytes / self.device_bytes_per_s)
 
 
@@ -101,11 +100,9 @@ class CapacityPlan:
 
     Args:
         passage_bytes, total_bytes: Sizes of a stored passage and of the collection.
-        ingest_s: Seconds to encode the collection.
-        full_ttft_s: Time to first token of a full prefill, in seconds.
         break_even_bytes_per_s: Store bandwidth at which reuse is as fast as a full prefill. None:
             even reuse from memory is not faster.
-        tiers: Storage tiers for blocks, fastest first.
+        tiers: Storage tiers, fastest first.
     """
 
     footprint: Footprint
@@ -118,11 +115,8 @@ class CapacityPlan:
 
 
 def footprint(config: Any, dtype: torch.dtype, kv_dtype: KVDtype = "model") -> Footprint:
-    """Compute the footprint of a model from its config, without creating or loading weights.
-
-    The model is built and run once on PyTorch's meta device, which computes only shapes, so this
-    works for any architecture.
-    """
+    """Compute the footprint of a model of any architecture from its config, by running it once on
+    PyTorch's meta device, which computes only shapes."""
     factory: Any = AutoModelForCausalLM
     with torch.device("meta"):
         # Count elements in this dtype, because some kernels support no other on the meta device.
@@ -130,8 +124,7 @@ def footprint(config: Any, dtype: torch.dtype, kv_dtype: KVDtype = "model") -> F
         cache = new_cache(config)
         model(torch.zeros(1, 1, dtype=torch.long), past_key_values=cache, use_cache=True)
     weight_bytes = sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize
-    every: list[Any] = list(cache.layers)
-    layers = [layer for layer in every if getattr(layer, "keys", None) is not None]
+    layers: list[Any] = [x for x in cache.layers if getattr(x, "keys", None) is not None]
     if not layers:
         raise UnsupportedModelError(
             f"A {config.model_type} model has no layer with keys and values, expected at least one "
@@ -150,14 +143,12 @@ def prefill_flops(config: Any, new_tokens: int, cached_tokens: int = 0) -> float
     """Count the floating-point operations of a causal prefill with one token's logits.
 
     Includes the matrix products of linear layers, attention and the output layer, with two
-    operations per multiply-add. Each token attends to the cached tokens and to the new tokens up to
-    itself.
+    operations per multiply-add. Each of the ``new_tokens`` attends to the cached tokens and to the
+    new tokens up to itself.
 
     Args:
         config: Config of a Llama-like transformers model (gated feed-forward layers). Only the
             active experts are counted.
-        new_tokens: Number of tokens to prefill.
-        cached_tokens: Number of tokens whose keys and values are cached.
     """
     hidden, heads = config.hidden_size, config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or hidden // heads

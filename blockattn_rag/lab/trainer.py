@@ -13,13 +13,7 @@ import accelerate  # noqa: F401 - fails early: the Trainer imports it late
 import torch
 from torch import Tensor
 from torch.utils.data import Sampler
-from transformers import (
-    PrinterCallback,
-    Trainer,
-    TrainerCallback,
-    TrainerState,
-    TrainingArguments,
-)
+from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerState, TrainingArguments
 
 from blockattn_rag.errors import DivergedError
 
@@ -30,14 +24,8 @@ Loss = Callable[[Any, Mapping[str, Any]], tuple[Tensor, Tensor | int]]
 
 _REMEDY = "start again with a lower learning rate or more warm-up steps"
 
-_ALL_WARM_UP = (
-    "The run has %d steps, but the warm-up has %d: the learning rate of %g is never reached; use "
-    "fewer warm-up steps (warmup_steps), smaller batches (batch_size, --batch-size) or more epochs"
-)
-
 
 def training_arguments(folder: Path, *, batch_size: int, **settings: Any) -> TrainingArguments:
-    """Create the Trainer's arguments from the settings that all runs share and ``settings``."""
     return TrainingArguments(
         output_dir=str(folder),
         per_device_train_batch_size=batch_size,
@@ -56,8 +44,8 @@ class LabTrainer(Trainer):
     Args:
         lengths: Number of tokens of each training item, to group items of similar length in
             batches. Default: batches in random order.
-        settings: Arguments of ``transformers.Trainer``. ``eval_dataset`` is a dataset or a dict of
-            datasets by name, and is also evaluated after the last step.
+        settings: Arguments of ``transformers.Trainer``. ``eval_dataset``, a dataset or a dict of
+            datasets, is also evaluated after the last step.
     """
 
     def __init__(
@@ -67,7 +55,6 @@ class LabTrainer(Trainer):
         lengths: Sequence[int] | None = None,
         on_progress: Callable[[int, int], None] = lambda *_: None,
         time_is_up: Callable[[], bool] = lambda: False,
-        show_progress: bool = False,
         **settings: Any,
     ) -> None:
         watch = _Watch(on_progress, time_is_up, measures=bool(settings.get("eval_dataset")))
@@ -75,16 +62,12 @@ class LabTrainer(Trainer):
         self._loss, self._lengths = loss, lengths
         # The Trainer must not scale losses: compute_loss divides by the batch's number of summands.
         self.model_accepts_loss_kwargs = True
-        if not show_progress:
-            self.remove_callback(PrinterCallback)
+        self.remove_callback(PrinterCallback)
 
     @property
     def history(self) -> list[dict[str, float]]:
-        """Return all losses in order, as dicts with ``step`` and ``loss`` (training) or
-        ``eval_...``.
-
-        If a resumed run evaluated a step twice, only the later result is included.
-        """
+        """All losses in order, as dicts with ``step`` and ``loss`` (training) or ``eval_...``. If a
+        resumed run evaluated a step twice, only the later result is included."""
         kept: dict[tuple[float, bool], dict[str, float]] = {}
         for entry in self.state.log_history:
             losses = {k: v for k, v in entry.items() if k == "loss" or k.startswith("eval_")}
@@ -93,33 +76,27 @@ class LabTrainer(Trainer):
         return list(kept.values())
 
     def train_from(self, checkpoint: Path | None) -> None:
-        """Train to the end, starting from ``checkpoint`` if it is not None.
-
-        A checkpoint of the last step is loaded without training, because ``Trainer.train`` would
-        add another step.
-        """
-        if checkpoint is not None:
-            state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
-            if state.global_step >= state.max_steps:
-                self.state = state
-                self._load_final(checkpoint)
-                return
-        self.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-
-    def _load_final(self, checkpoint: Path) -> None:
-        if not self.args.load_best_model_at_end:
-            self._load_from_checkpoint(str(checkpoint))
+        """Train to the end. A checkpoint of the last step is loaded without training, because
+        ``Trainer.train`` would add another step."""
+        if checkpoint is None:
+            self.train()
             return
-        # The recorded path is relative to the interrupted run's working directory.
-        best = f"checkpoint-{self.state.best_global_step}"
-        self.state.best_model_checkpoint = str(checkpoint.parent / best)
-        self._load_best_model()
+        state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
+        if state.global_step < state.max_steps:
+            self.train(resume_from_checkpoint=str(checkpoint))
+        elif self.args.load_best_model_at_end:
+            # The recorded path is relative to the interrupted run's working directory.
+            best = checkpoint.with_name(f"checkpoint-{state.best_global_step}")
+            state.best_model_checkpoint = str(best)
+            self.state = state
+            self._load_best_model()
+        else:
+            self.state = state
+            self._load_from_checkpoint(str(checkpoint))
 
     def check_finite(self) -> None:
-        """Raise DivergedError if weights are NaN or infinite.
-
-        Called after training, because no later loss would reveal that the last step diverged.
-        """
+        """Check the weights after training, because no later loss would reveal that the last step
+        diverged."""
         model: Any = self.model
         finite = torch.tensor(all(bool(p.isfinite().all()) for p in model.parameters()))
         if not self.accelerator.gather(finite.to(self.args.device)).all():
@@ -132,7 +109,6 @@ class LabTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        """Compute the mean loss over the accumulated batch. Called by the Trainer."""
         total, number = self._loss(model, inputs)
         if num_items_in_batch is None:  # Without labels, the Trainer averages over batches.
             return total / number
@@ -146,11 +122,8 @@ class LabTrainer(Trainer):
         return LengthGroupedSampler(self._lengths, size * self.args.world_size, self.args.seed)
 
     def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
-        """Compute and log the mean losses on the evaluation data. Called by the Trainer.
-
-        Returns:
-            ``eval_loss``, or ``eval_<name>_loss`` for each of several datasets.
-        """
+        """Compute and log the mean losses on the evaluation data, ``eval_loss`` or, of each of
+        several datasets, ``eval_<name>_loss``."""
         model: Any = self.model
         data = self.eval_dataset
         was_training = model.training
@@ -190,7 +163,12 @@ class _Watch(TrainerCallback):
         warm_up = args.get_warmup_steps(state.max_steps)
         has_warm_up = args.lr_scheduler_type != "constant" and state.is_world_process_zero
         if has_warm_up and warm_up >= state.max_steps:
-            logger.warning(_ALL_WARM_UP, state.max_steps, warm_up, args.learning_rate)
+            logger.warning(
+                "The run has %d steps, but the warm-up has %d: the learning rate of %g is never "
+                "reached; use fewer warm-up steps (warmup_steps), smaller batches (batch_size, "
+                "--batch-size) or more epochs",
+                state.max_steps, warm_up, args.learning_rate,
+            )  # fmt: skip
         self.on_progress(state.global_step, state.max_steps)
 
     def on_log(self, args: Any, state: Any, control: Any, **settings: Any) -> None:
@@ -211,10 +189,9 @@ class _Watch(TrainerCallback):
 
 @dataclass(eq=False)
 class LengthGroupedSampler(Sampler[int]):
-    """Sampler of batches of similar lengths, in a reproducible random order.
+    """Sampler of batches of similar lengths, in an order that depends only on seed and epoch.
 
-    The order of transformers' sampler depends on global random state, so it would differ in a
-    resumed run.
+    The order of transformers' sampler would differ in a resumed run.
     """
 
     lengths: Sequence[int]

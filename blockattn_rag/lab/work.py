@@ -33,25 +33,22 @@ def work_of(output: str | Path) -> Path:
     return path.with_name(f"{path.name}.work")
 
 
-def interrupted_run(work: Path) -> dict[str, Any] | None:
+def _interrupted_run(work: Path) -> dict[str, Any] | None:
     """Read the settings of the interrupted run in a work folder. None if there is no such run."""
-    if not os.path.lexists(work):
-        return None
     if (work / RUN).is_file():
         settings = read_work_file(work / RUN)
-        if not any(fields <= settings.keys() for fields in _FIELDS):
-            raise FileExistsError(
-                f"{work} is not a run's work folder (its {RUN} has other fields); move or delete it"
-            )
-        return settings
-    if not work.is_dir() or {path.name for path in work.iterdir()} - {_LOCK}:
-        raise FileExistsError(f"{work} is not a run's work folder (no {RUN}); move or delete it")
-    return None
+        if any(fields <= settings.keys() for fields in _FIELDS):
+            return settings
+        found = f"its {RUN} has other fields"
+    elif not os.path.lexists(work) or (work.is_dir() and {*os.listdir(work)} <= {_LOCK}):
+        return None
+    else:
+        found = f"no {RUN}"
+    raise FileExistsError(f"{work} is not a run's work folder ({found}); move or delete it")
 
 
 def check_resumable(work: Path, settings: Mapping[str, Any]) -> None:
-    """Check that no other run uses a work folder, and that an interrupted run had the same
-    settings."""
+    """Check that no run uses a work folder, and that an interrupted run had the same settings."""
     if (work / _LOCK).is_file():
         with _held(work):
             pass
@@ -60,7 +57,7 @@ def check_resumable(work: Path, settings: Mapping[str, Any]) -> None:
 
 def _check_same(work: Path, settings: Mapping[str, Any]) -> bool:
     """Whether an interrupted run exists. Raises DataError if it had other settings."""
-    before = interrupted_run(work)
+    before = _interrupted_run(work)
     if before is None:
         return False
     changed = [
@@ -79,7 +76,7 @@ def _check_same(work: Path, settings: Mapping[str, Any]) -> bool:
 @contextmanager
 def _held(work: Path) -> Iterator[None]:
     """Lock a work folder, so that no other process uses it. Creates the folder if needed."""
-    interrupted_run(work)
+    _interrupted_run(work)
     work.mkdir(parents=True, exist_ok=True)
     try:
         lock = FileLock(work / _LOCK).acquire(blocking=False)
@@ -93,17 +90,10 @@ def _held(work: Path) -> Iterator[None]:
 
 @contextmanager
 def work_folder(
-    work: Path,
-    settings: Mapping[str, Any],
-    is_worth_keeping: Callable[[BaseException], bool],
+    work: Path, settings: Mapping[str, Any], is_worth_keeping: Callable[[BaseException], bool]
 ) -> Iterator[None]:
-    """Context manager for a run in a locked work folder. An interrupted run is resumed.
-
-    Args:
-        settings: JSON values that affect the result.
-        is_worth_keeping: Function that returns, for an error, whether the failed run can be
-            resumed. If not, the folder is deleted.
-    """
+    """Lock a work folder during a run, which resumes an interrupted run with the same settings. If
+    the run fails with an error that is not worth keeping it, the folder is deleted."""
     # Lock before comparing the settings, so that a running process is reported as such.
     with _held(work):
         if not _check_same(work, settings):
@@ -146,19 +136,9 @@ def read_work_file(path: Path) -> dict[str, Any]:
         ) from error
 
 
-def kept_json(path: Path, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Read the object in a JSON file. If the file does not exist, it is created first."""
-    if not path.is_file():
-        write_json(path, make())
-    return read_work_file(path)
-
-
 def last_checkpoint(folder: Path) -> Path | None:
-    """Return the newest complete checkpoint in a folder. Deletes incomplete checkpoints.
-
-    The Trainer writes ``trainer_state.json`` last, so a checkpoint is complete if this file is
-    readable.
-    """
+    """Return the newest complete checkpoint, in which ``trainer_state.json``, the last file that
+    the Trainer writes, is readable. Deletes incomplete checkpoints."""
     checkpoints = sorted(folder.glob("checkpoint-*"), key=lambda p: -int(p.name.rpartition("-")[2]))
     for path in checkpoints:
         try:

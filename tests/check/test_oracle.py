@@ -31,23 +31,20 @@ def test_an_adapter_of_zeros_has_no_effect(model: BlockModel) -> None:
     assert not torch.equal(found, expected)  # computed in a different way
 
 
-def test_an_adapter_only_affects_attention_to_passages(model: BlockModel) -> None:
+def test_an_adapter_only_affects_attention_to_passages_while_it_is_applied(
+    model: BlockModel,
+) -> None:
     adapter, layouts = correction_of(model), model.profile.layouts
+    plain = oracle_logits(model.hf_model, PROMPT)
+    before = model.config._attn_implementation
     found = oracle_logits(model.hf_model, PROMPT, adapter=adapter, layouts=layouts)
-    assert relative_error(found, oracle_logits(model.hf_model, PROMPT)) > 1e-2
+    assert relative_error(found, plain) > 1e-2
+    assert model.config._attn_implementation == before
+    assert torch.equal(oracle_logits(model.hf_model, PROMPT), plain)
     for prompt in ([FINAL], [FIRST, FINAL]):
         plain = oracle_logits(model.hf_model, prompt)
         found = oracle_logits(model.hf_model, prompt, adapter=adapter, layouts=layouts)
         assert relative_error(found, plain) <= LOGITS[torch.float32]
-
-
-def test_the_attention_of_the_model_is_restored(model: BlockModel) -> None:
-    before = model.config._attn_implementation
-    expected = oracle_logits(model.hf_model, PROMPT)
-    adapter, layouts = correction_of(model), model.profile.layouts
-    oracle_logits(model.hf_model, PROMPT, adapter=adapter, layouts=layouts)
-    assert model.config._attn_implementation == before
-    assert torch.equal(oracle_logits(model.hf_model, PROMPT), expected)
 
 
 def test_composite_positions_start_each_block_at_0() -> None:

@@ -66,18 +66,14 @@ def test_a_correct_server_passes(recipe: Recipe) -> None:
         ({"mode": "full"}, [ROWS[2], ROWS[3], ROWS[5]]),
         ({"misses": 2}, [ROWS[3], ROWS[5]]),
         ({"hits": 0, "misses": 0}, [ROWS[2], ROWS[3], ROWS[5]]),
+        ({"mode": "block"}, [ROWS[0]]),
     ],
 )
-def test_a_server_that_does_not_reuse_passages_fails(
+def test_a_server_that_reports_another_mode_or_no_reuse_fails(
     server: FakeServer, report: dict[str, Any], names: list[str]
 ) -> None:
     server.report = report
     assert failed(checked(server)) == names
-
-
-def test_a_server_that_reuses_blocks_in_full_mode_fails(server: FakeServer) -> None:
-    server.report = {"mode": "block"}
-    assert failed(checked(server)) == [ROWS[0]]
 
 
 def test_differing_answers_to_the_same_prompt_fail(

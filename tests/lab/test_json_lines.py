@@ -50,10 +50,6 @@ def test_a_missing_file_is_reported(tmp_path: Path) -> None:
         list(numbered_lines(tmp_path / "a.jsonl"))
 
 
-def test_a_byte_order_mark_is_ignored() -> None:
-    assert parse_line(b'\xef\xbb\xbf{"a": 1}') == {"a": 1}
-
-
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
@@ -70,15 +66,11 @@ def test_invalid_json_is_refused(line: bytes, expected: str) -> None:
         parse_line(line)
 
 
-def test_valid_json_is_read_unchanged() -> None:
-    value = {"a": [1, None, "ä"]}
-    assert parse_line(json.dumps(value, ensure_ascii=False).encode()) == value
-
-
-def test_valid_fields_are_returned_unchanged() -> None:
-    record = {"text": " a ", "list": [1], "none": [], "flag": False}
-    assert required_text(record, "text") == " a "
-    assert list_of(record, "list") == [1]
+def test_valid_values_are_returned_unchanged() -> None:
+    record = {"text": " ä ", "list": [1, None], "none": [], "flag": False}
+    assert parse_line(json.dumps(record, ensure_ascii=False).encode("utf-8-sig")) == record
+    assert required_text(record, "text") == " ä "
+    assert list_of(record, "list") == [1, None]
     assert list_of(record, "none", may_be_empty=True) == []
     assert of_kind(record["flag"], bool, "'flag'") is False
 

@@ -9,6 +9,7 @@ import torch
 from transformers import MambaConfig
 
 from blockattn_rag.errors import UnsupportedModelError
+from blockattn_rag.kv import KVDtype
 from blockattn_rag.lab.planning import (
     SHAPES,
     Machine,
@@ -23,6 +24,7 @@ from tests.models import tiny_model, tiny_tokenizer
 
 LLAMA_8B = shape_config("8b")
 GIB = 1 << 30
+KINDS: tuple[KVDtype, ...] = ("model", "int8")
 
 
 def test_an_8b_llama_takes_128_kib_per_token_in_16_bits() -> None:
@@ -31,21 +33,14 @@ def test_an_8b_llama_takes_128_kib_per_token_in_16_bits() -> None:
     assert found.weight_bytes == pytest.approx(16.06e9, rel=0.001)
 
 
-def test_the_footprint_equals_that_of_the_loaded_model() -> None:
-    model = BlockModel(tiny_model("llama"), tiny_tokenizer())
-    found = footprint(model.config, torch.float32)
-    assert found.bytes_per_token == model.bytes_per_token
-    weights = sum(p.numel() * p.element_size() for p in model.hf_model.parameters())
-    assert found.weight_bytes == weights
-
-
-@pytest.mark.parametrize("family", ["llama", "qwen3", "phi"])
-def test_an_int8_block_has_the_planned_size(family: str) -> None:
+@pytest.mark.parametrize("family", ["llama", "qwen3", "phi", "gemma3_text", "gpt_neox", "mixtral"])
+def test_weights_and_blocks_have_the_planned_sizes(family: str) -> None:
     model = BlockModel(tiny_model(family), tiny_tokenizer())
     [[kv]] = model.encode([EncodeRequest([*range(30)], "", "")])
-    planned = footprint(model.config, torch.float32, "int8")
-    assert planned.block_bytes(30) == kv.quantized().nbytes
-    assert footprint(model.config, torch.float32).block_bytes(30) == kv.nbytes
+    plain, int8 = (footprint(model.config, torch.float32, kind) for kind in KINDS)
+    assert plain.bytes_per_token == model.bytes_per_token
+    assert (plain.block_bytes(30), int8.block_bytes(30)) == (kv.nbytes, kv.quantized().nbytes)
+    assert plain.weight_bytes == sum(p.numel() * 4 for p in model.hf_model.parameters())
 
 
 def test_int8_halves_the_bytes_from_disk_and_adds_memory_traffic() -> None:
@@ -69,13 +64,6 @@ def test_int8_halves_the_bytes_from_disk_and_adds_memory_traffic() -> None:
     assert disk.ttft_s == pytest.approx(memory.ttft_s + 4 * found.passage_bytes / 1e9)
     with pytest.raises(ValueError, match="found 'int4'"):
         plan_capacity(LLAMA_8B, torch.bfloat16, machine, **sizes, kv_dtype="int4")  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("family", ["gemma3_text", "gpt_neox", "mixtral"])
-def test_footprints_of_other_families_are_measured(family: str) -> None:
-    model = tiny_model(family)
-    found = footprint(model.config, torch.float32)
-    assert found.weight_bytes == sum(p.numel() * 4 for p in model.parameters())
 
 
 def test_times_and_capacity_follow_from_operations_bytes_and_speeds() -> None:

@@ -20,6 +20,7 @@ from blockattn_rag.lab.evaluation.metrics import (
     plain_figures,
 )
 from blockattn_rag.lab.evaluation.records import (
+    CLOSED_BOOK,
     FULL,
     Recipes,
     RecordFile,
@@ -31,7 +32,7 @@ from blockattn_rag.lab.evaluation.records import (
 )
 from blockattn_rag.prompts.blocks import NO_TEMPLATE, BlockPrompt
 from blockattn_rag.prompts.checkpoints import AUTO_FORMAT, format_for
-from blockattn_rag.prompts.formats import Passage, PromptFormat
+from blockattn_rag.prompts.formats import PromptFormat
 
 # Closed-book prompt from Liu et al. 2023.
 CLOSED_BOOK_FORMAT = PromptFormat(
@@ -108,8 +109,7 @@ def evaluate(
     settings: Mapping[str, Any] | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> EvaluationReport:
-    """Answer each sample in full mode and with each recipe (greedy decoding), and score the
-    answers.
+    """Answer each sample in full mode and with each recipe, greedily, and score the answers.
 
     Raises:
         ValueError: A recipe cannot be used, or ``samples`` is empty.
@@ -124,12 +124,8 @@ def evaluate(
         raise ValueError("Expected at least one sample, found none")
     rows = rows_of(engine, Row(FULL), recipes, closed_book)
     form = format_for(AUTO_FORMAT, engine.model.name)
-    noted = {
-        **(settings or {}),
-        **settings_of(engine, prompt_format=form.name),
-        "max_new_tokens": max_new_tokens,
-        "batch_size": batch_size,
-    }
+    limits = {"max_new_tokens": max_new_tokens, "batch_size": batch_size}
+    noted = settings_of(engine, settings, prompt_format=form.name, **limits)
     _check_room(engine, form, samples)
     file = RecordFile(records_path, noted, EvaluationRecord.from_dict, samples=samples, rows=rows)
     notify = on_progress or (lambda *_: None)
@@ -140,25 +136,17 @@ def evaluate(
         notify(answered, total)
         for start in range(0, len(pending), batch_size):
             batch = pending[start : start + batch_size]
-            answers = _answer(engine, form, batch, row, max_new_tokens=max_new_tokens)
+            bare = row.name == CLOSED_BOOK
+            prompts = [make_prompt(engine, form, s, closed_book=bare) for s in batch]
+            if row.recipe is not None:
+                for prompt in prompts:
+                    engine.precompute(prompt.context, as_prompt=True, recipe=row.recipe)
+            options = {**row.options, "batch_size": len(batch), "max_new_tokens": max_new_tokens}
+            answers = engine.generate_batch(prompts, **options)
             file.append([_record(s, row, a) for s, a in zip(batch, answers, strict=True)])
             answered += len(batch)
             notify(answered, total)
-    return file.report(noted, _result)
-
-
-def _answer(
-    engine: BlockAttentionEngine,
-    form: PromptFormat,
-    batch: Sequence[EvaluationSample],
-    row: Row,
-    **options: Any,
-) -> list[Generation]:
-    prompts = [make_prompt(engine, form, s, closed_book=row.closed_book) for s in batch]
-    if row.recipe is not None:
-        for prompt in prompts:
-            engine.precompute(prompt.context, as_prompt=True, recipe=row.recipe)
-    return engine.generate_batch(prompts, **row.options, batch_size=len(batch), **options)
+    return file.report(_result)
 
 
 def make_prompt(
@@ -170,7 +158,7 @@ def make_prompt(
 ) -> BlockPrompt:
     if closed_book:
         form = CLOSED_BOOK_FORMAT
-    passages = [] if closed_book else [Passage(p.title, p.text) for p in sample.passages]
+    passages = () if closed_book else sample.passages
     return form.prompt(sample.question, passages, engine.model.tokenizer.tokenizer)
 
 

@@ -1,9 +1,8 @@
 """How much of full mode's accuracy block mode keeps on a collection, for real questions.
 
 Each question is answered in full mode, with the recipe in use, and with ``"fast"``, which has no
-cost per answer. Divergence and agreement need no reference answers (``evaluation.fidelity``). If
-reference answers are available, correct answers are also counted, and the model also answers
-without passages, which shows how much the passages contribute.
+cost per answer. Divergence and agreement need no reference answers (``evaluation.fidelity``). With
+reference answers, correct answers are also counted, also without passages.
 """
 
 from __future__ import annotations
@@ -11,12 +10,11 @@ from __future__ import annotations
 import statistics
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from blockattn_rag.engine.engine import BlockAttentionEngine
+from blockattn_rag.engine import BlockAttentionEngine, Recipe
 from blockattn_rag.engine.outline import FAST
-from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.lab.evaluation.accuracy import CLOSED_BOOK_FORMAT
 from blockattn_rag.lab.evaluation.fidelity import FidelityRecord, full_answer
 from blockattn_rag.lab.evaluation.metrics import (
@@ -40,17 +38,13 @@ _TIMED = 5
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """Question with its prompt. ``answers``: Reference answers; empty if there are none."""
+    """Question with its prompt, and with its reference answers, if there are any."""
 
     id: str
     question: str
     prompt: BlockPrompt
     answers: tuple[str, ...] = ()
-
-    @property
-    def digest(self) -> str:
-        """Empty, because these records are never resumed."""
-        return ""
+    digest: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,11 +86,8 @@ class CollectionReport:
         return tuple(row for row in self.rows if row.name not in (FULL, CLOSED_BOOK))
 
     def gain(self, row: CollectionRow) -> float | None:
-        """Return the fraction of the passages' gain that a row keeps: (right - none) / (full -
-        none).
-
-        None without reference answers, or if passages do not improve full mode.
-        """
+        """Fraction of the passages' gain that a row keeps: (right - none) / (full - none). None
+        without reference answers, or if passages do not improve full mode."""
         if row.right is None or row.name == CLOSED_BOOK:
             return None
         full, none = (self[name].right or 0 for name in (FULL, CLOSED_BOOK))
@@ -138,16 +129,19 @@ def evaluate_collection(
     Args:
         engine: Engine without resident blocks, so that times include reading them. Missing blocks
             are encoded and stored, for ``"fast"`` in a temporary folder.
-        max_new_tokens: Maximum length of an answer in tokens.
     """
     with tempfile.TemporaryDirectory() as folder:
         engines = _engines(engine, folder)
-        measured = _Measured([FULL, *engines, CLOSED_BOOK])
+        measured = {row: _Measured() for row in (FULL, *engines, CLOSED_BOOK)}
         for number, question in enumerate(asked):
             on_progress(number, len(asked))
             _measure(engine, engines, question, max_new_tokens, measured, is_timed=number < _TIMED)
     on_progress(len(asked), len(asked))
-    return measured.report(len(asked))
+    right = measured[FULL].right
+    if not right:  # Without reference answers, the model is not asked without passages.
+        del measured[CLOSED_BOOK]
+    rows = tuple(row.summary(name, right) for name, row in measured.items())
+    return CollectionReport(len(asked), len(right), rows)
 
 
 def _engines(engine: BlockAttentionEngine, folder: str) -> dict[str, BlockAttentionEngine]:
@@ -163,28 +157,22 @@ def _engines(engine: BlockAttentionEngine, folder: str) -> dict[str, BlockAttent
     return {str(engine.recipe): engine, FAST: other}
 
 
+@dataclass
 class _Measured:
-    def __init__(self, rows: Sequence[str]) -> None:
-        self.compared: dict[str, list[FidelityRecord]] = {row: [] for row in rows}
-        self.right: dict[str, list[bool]] = {row: [] for row in rows}
-        self.times: dict[str, list[float]] = {row: [] for row in rows}
+    compared: list[FidelityRecord] = field(default_factory=list)
+    right: list[bool] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
 
-    def report(self, questions: int) -> CollectionReport:
-        """Summarize all rows. The last row, without passages, requires reference answers."""
-        with_answers = len(self.right[FULL])
-        names = [*self.right] if with_answers else [*self.right][:-1]
-        return CollectionReport(questions, with_answers, tuple(map(self._row, names)))
-
-    def _row(self, name: str) -> CollectionRow:
-        records, right, times = self.compared[name], self.right[name], self.times[name]
-        pairs = zip(right, self.right[FULL], strict=True)
+    def summary(self, name: str, right_in_full: Sequence[bool]) -> CollectionRow:
+        compared, right = self.compared, self.right
+        pairs = zip(right, right_in_full, strict=True)
         return CollectionRow(
             name,
-            agreement=bootstrap_mean([record.agreement for record in records]) if records else None,
-            kl=bootstrap_mean([record.kl for record in records]) if records else None,
+            agreement=bootstrap_mean([r.agreement for r in compared]) if compared else None,
+            kl=bootstrap_mean([r.kl for r in compared]) if compared else None,
             right=sum(right) if right else None,
             kept=sum(a and b for a, b in pairs) if right else None,
-            ttft_s=statistics.median(times) if times else None,
+            ttft_s=statistics.median(self.times) if self.times else None,
         )
 
 
@@ -193,7 +181,7 @@ def _measure(
     engines: Mapping[str, BlockAttentionEngine],
     asked: Asked,
     max_new_tokens: int,
-    measured: _Measured,
+    measured: Mapping[str, _Measured],
     *,
     is_timed: bool,
 ) -> None:
@@ -205,19 +193,19 @@ def _measure(
     texts = {FULL: tokenizer.decode(ids, skip_special_tokens=True)}
     if is_timed:
         first = engine.generate(prompt, mode="full", max_new_tokens=1).stats
-        measured.times[FULL].append(first.ttft_s)
+        measured[FULL].times.append(first.ttft_s)
     for name, own in engines.items():
         own.precompute(prompt.context, as_prompt=True)
         if asked.answers or is_timed:
             found = own.generate(prompt, **wanted)
             texts[name] = found.text
             if is_timed:
-                measured.times[name].append(found.stats.ttft_s)
+                measured[name].times.append(found.stats.ttft_s)
         logits = own.answer_logits(prompt, ids)
         record = FidelityRecord.compared(asked, Row(name, own.recipe), logits, expected)
-        measured.compared[name].append(record)
+        measured[name].compared.append(record)
     if asked.answers:
         bare = CLOSED_BOOK_FORMAT.prompt(asked.question, (), tokenizer)
         texts[CLOSED_BOOK] = engine.generate(bare, mode="full", **wanted).text
         for name, text in texts.items():
-            measured.right[name].append(bool(contains_answer(text, asked.answers)))
+            measured[name].right.append(bool(contains_answer(text, asked.answers)))

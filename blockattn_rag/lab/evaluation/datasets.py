@@ -26,6 +26,7 @@ from blockattn_rag.lab.json_lines import (
     required_text,
     value_of,
 )
+from blockattn_rag.prompts.formats import Passage
 
 
 class Sample(Protocol):
@@ -41,11 +42,9 @@ S = TypeVar("S", bound=Sample)
 
 
 @dataclass(frozen=True, slots=True)
-class EvaluationPassage:
+class EvaluationPassage(Passage):
     """Retrieved passage. ``gold``: whether it contains the answer."""
 
-    title: str
-    text: str
     gold: bool = False
 
 
@@ -64,10 +63,7 @@ class EvaluationSample:
         return digest_of([self.question, self.answers, [(p.title, p.text) for p in self.passages]])
 
     def with_passages(self, num_passages: int) -> EvaluationSample:
-        """Return this sample with at most ``num_passages`` passages, in the same order.
-
-        Gold passages are kept first, then the first other passages.
-        """
+        """Keep at most ``num_passages`` passages, gold ones first, without changing the order."""
         if num_passages < 1:
             raise ValueError(f"num_passages must be at least 1, found {num_passages}")
         ranked = sorted(range(len(self.passages)), key=lambda i: (not self.passages[i].gold, i))
@@ -81,11 +77,7 @@ def digest_of(parts: Any) -> str:
 
 
 def read_samples(path: str | Path, *, limit: int | None = None) -> list[EvaluationSample]:
-    """Read evaluation data from a ``.jsonl`` or ``.jsonl.gz`` file.
-
-    Args:
-        path: File to read. Blank lines are skipped.
-    """
+    """Read evaluation data from a ``.jsonl`` or ``.jsonl.gz`` file, skipping blank lines."""
     return read_distinct(path, lambda record, _: _sample(record), limit)
 
 
@@ -124,7 +116,6 @@ def answers_of(record: JsonRecord, *, may_be_empty: bool = False) -> tuple[str, 
 
 
 def passages_of(record: JsonRecord, *, may_be_empty: bool = False) -> tuple[EvaluationPassage, ...]:
-    """Read the passages of a record. ``title`` and ``gold`` are optional."""
     items = enumerate(list_of(record, "passages", may_be_empty=may_be_empty))
     return tuple(
         passage_of(of_kind(item, dict, f"passages[{i}]"), f"passages[{i}].") for i, item in items

@@ -89,13 +89,8 @@ class FidelityRecord:
 
     @classmethod
     def of(cls, sample: Sample, row: Row, kl: Tensor, agrees: Tensor) -> FidelityRecord:
-        """Create the record of a sample in a row.
-
-        Args:
-            kl: Divergences ``[answer tokens]``. Negative values are rounding errors.
-            agrees: Whether the row's most likely token equals full mode's, ``[answer tokens]``.
-        """
-        kl = kl.clamp_min(0)
+        """Create a record from divergences and equal top tokens, both ``[answer tokens]``."""
+        kl = kl.clamp_min(0)  # Negative values are rounding errors.
         return cls(
             id=sample.id,
             digest=sample.digest,
@@ -109,10 +104,8 @@ class FidelityRecord:
 
     @classmethod
     def compared(cls, sample: Sample, row: Row, logits: Tensor, expected: Tensor) -> FidelityRecord:
-        """Compare a row's ``logits`` with full mode's log-probabilities.
-
-        Both are ``[answer tokens, vocab]``; ``expected`` is :func:`full_answer`'s.
-        """
+        """Compare a row's ``logits`` ``[answer tokens, vocab]`` with :func:`full_answer`'s
+        log-probabilities."""
         found = _log_probabilities(logits)
         kl = F.kl_div(found, expected, reduction="none", log_target=True).sum(-1)
         return cls.of(sample, row, kl, found.argmax(-1) == expected.argmax(-1))
@@ -183,10 +176,9 @@ def measure_fidelity(
     """Compare block mode with full mode on every sample.
 
     Args:
-        samples: Evaluation data (reference answers are not used) or logged prompts; see
-            :func:`.datasets.read_samples` and :func:`read_log`.
-        recipes: Recipes to compare; see ``evaluation.records``. Every run also compares full mode
-            with itself, in the row ``"floor"``.
+        samples: Evaluation data (reference answers are not used) or logged prompts.
+        recipes: Recipes to compare. Every run also compares full mode with itself, in the row
+            ``"floor"``.
         closed_book: Whether to also compare full mode without passages. Only for evaluation data.
         max_new_tokens: Maximum length of full mode's answers in tokens. Default: 24.
         records_path: JSON Lines file with a record per sample and row. Recorded samples are
@@ -201,22 +193,30 @@ def measure_fidelity(
     if not samples:
         raise ValueError("Expected at least one sample, found none")
     rows = rows_of(engine, FLOOR, recipes, closed_book)
-    is_log = isinstance(samples[0], LoggedPrompt)
-    form = None if is_log else format_for(AUTO_FORMAT, engine.model.name)
-    own = settings_of(engine, prompt_format=form and form.name, max_new_tokens=max_new_tokens)
-    noted = {**(settings or {}), "measured": "log" if is_log else "fidelity", **own}
+    form = format_for(AUTO_FORMAT, engine.model.name)
+    kind: dict[str, str | None] = {"measured": "fidelity", "prompt_format": form.name}
+    if isinstance(samples[0], LoggedPrompt):
+        kind = {"measured": "log", "prompt_format": None}
+    noted = settings_of(engine, settings, max_new_tokens=max_new_tokens, **kind)
 
     def compare(
         sample: EvaluationSample | LoggedPrompt, missing: Sequence[Row]
     ) -> list[FidelityRecord]:
-        bare = None
         if isinstance(sample, LoggedPrompt):
-            prompt = BlockPrompt.from_texts(sample.texts)
+            prompt = bare = BlockPrompt.from_texts(sample.texts)
         else:
-            assert form is not None
             prompt = make_prompt(engine, form, sample)
             bare = make_prompt(engine, form, sample, closed_book=True)
-        return compare_prompt(engine, sample, missing, prompt, max_new_tokens, bare)
+        answer, expected = full_answer(engine, prompt, max_new_tokens)
+        records = []
+        for row in missing:
+            if row is FLOOR:
+                logits = _in_two_steps(engine.model, prompt, answer)
+            else:
+                shown = bare if row.name == CLOSED_BOOK else prompt
+                logits = engine.answer_logits(shown, answer, **row.options)
+            records.append(FidelityRecord.compared(sample, row, logits, expected))
+        return records
 
     return compare_each([*samples], rows, compare, noted, records_path, on_progress)
 
@@ -239,37 +239,14 @@ def compare_each(
         if missing := [row for row in rows if (sample.id, row.name) not in file.records]:
             file.append(compare(sample, missing))
     notify(len(samples), len(samples))
-    return file.report(noted, _result)
-
-
-def compare_prompt(
-    engine: BlockAttentionEngine,
-    sample: Sample,
-    rows: Sequence[Row],
-    prompt: BlockPrompt,
-    max_new_tokens: int,
-    closed_book: BlockPrompt | None = None,
-) -> list[FidelityRecord]:
-    """Compare a sample in several rows, which share full mode's answer and predictions."""
-    answer, expected = full_answer(engine, prompt, max_new_tokens)
-    records = []
-    for row in rows:
-        shown = prompt if not row.closed_book or closed_book is None else closed_book
-        if row is FLOOR:
-            logits = _in_two_steps(engine.model, prompt, answer)
-        else:
-            logits = engine.answer_logits(shown, answer, **row.options)
-        records.append(FidelityRecord.compared(sample, row, logits, expected))
-    return records
+    return file.report(_result)
 
 
 def full_answer(
     engine: BlockAttentionEngine, prompt: BlockPrompt, max_new_tokens: int
 ) -> tuple[list[int], Tensor]:
-    """Return full mode's greedy answer, and its log-probabilities at each answer token.
-
-    Log-probabilities are float64 ``[answer tokens, vocab]``.
-    """
+    """Return full mode's greedy answer, and its log-probabilities ``[answer tokens, vocab]`` in
+    float64."""
     model = engine.model
     ids = model.tokenizer.prompt_ids(prompt).flat
     limit = model.room_for(len(ids), Sampling(max_new_tokens=max_new_tokens))

@@ -18,12 +18,9 @@ _QUANTILES = (0.025, 0.975)
 
 
 def normalize_answer(text: str) -> str:
-    """Normalize an answer: lower case, without ASCII punctuation and articles, single spaces.
-
-    This is the normalization of the SQuAD and NQ-Open evaluation scripts (Rajpurkar et al. 2016). A
-    text that consists only of articles and punctuation ("A") is not changed, because an empty text
-    would match everything.
-    """
+    """Normalize an answer as the SQuAD and NQ-Open evaluation scripts do (Rajpurkar et al. 2016):
+    lower case, without ASCII punctuation and articles, single spaces. A text of only articles and
+    punctuation ("A") keeps them, because an empty text would match everything."""
     lowered = " ".join(text.lower().split())
     return " ".join(_ARTICLES.sub(" ", lowered.translate(_PUNCTUATION)).split()) or lowered
 
@@ -31,9 +28,8 @@ def normalize_answer(text: str) -> str:
 def contains_answer(output: str, answers: Sequence[str]) -> float:
     """Return 1.0 if any gold answer occurs in the output (both normalized), else 0.0.
 
-    This is the accuracy metric of Block-Attention (Ma et al. 2025, section 3.1), and
-    ``best_subspan_em`` of Liu et al. 2023. It compares characters, not words, so "7" occurs in
-    "1970".
+    This is the accuracy of Block-Attention (Ma et al. 2025, section 3.1), and ``best_subspan_em``
+    of Liu et al. 2023. It compares characters, not words, so "7" occurs in "1970".
     """
     found = normalize_answer(output)
     return float(any(normalize_answer(answer) in found for answer in answers))
@@ -47,13 +43,12 @@ def exact_match(output: str, answers: Sequence[str]) -> float:
 
 def f1_score(output: str, answers: Sequence[str]) -> float:
     """Return the highest F1 score (of word precision and recall) over the gold answers, in 0..1."""
-    return max((_f1(normalize_answer(output), normalize_answer(a)) for a in answers), default=0.0)
-
-
-def _f1(output: str, answer: str) -> float:
-    found, expected = output.split(), answer.split()
-    common = sum((Counter(found) & Counter(expected)).values())
-    return 2 * common / (len(found) + len(expected)) if common else 0.0
+    found, best = normalize_answer(output).split(), 0.0
+    for answer in answers:
+        expected = normalize_answer(answer).split()
+        common = (Counter(found) & Counter(expected)).total()
+        best = max(best, 2 * common / (len(found) + len(expected) or 1))
+    return best
 
 
 METRICS: dict[str, Callable[[str, Sequence[str]], float]] = {

@@ -12,10 +12,8 @@ from dataclasses import Field, asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
-from blockattn_rag.engine.engine import BlockAttentionEngine
+from blockattn_rag.engine import BlockAttentionEngine, Recipe
 from blockattn_rag.engine.find_recipe import RecipeLike, resolve_recipe
-from blockattn_rag.engine.recipe import Recipe
-from blockattn_rag.engine.results import Mode
 from blockattn_rag.errors import DataError
 from blockattn_rag.lab.evaluation.datasets import Sample
 
@@ -32,11 +30,6 @@ class Row:
 
     name: str
     recipe: Recipe | None = None
-    closed_book: bool = False
-
-    @property
-    def mode(self) -> Mode:
-        return "full" if self.recipe is None else "block"
 
     @property
     def digest(self) -> str:
@@ -45,17 +38,16 @@ class Row:
 
     @property
     def options(self) -> dict[str, Any]:
-        return {"mode": self.mode} | ({} if self.recipe is None else {"recipe": self.recipe})
+        if self.recipe is None:
+            return {"mode": "full"}
+        return {"mode": "block", "recipe": self.recipe}
 
 
 def rows_of(
     engine: BlockAttentionEngine, first: Row, recipes: Recipes, closed_book: bool = False
 ) -> list[Row]:
     """Create the rows of an evaluation: ``first``, one row per recipe, and, with ``closed_book``, a
-    row without passages.
-
-    Recipes are resolved for the engine's model.
-    """
+    row without passages."""
     named = recipes if isinstance(recipes, Mapping) else {}
     pairs = [*named.items()] or [(str(recipe), recipe) for recipe in recipes]
     names = [name for name, _ in pairs]
@@ -65,13 +57,15 @@ def rows_of(
             f"{CLOSED_BOOK!r}, which are reserved"
         )
     rows = [Row(name, resolve_recipe(recipe, engine.model, engine.store)) for name, recipe in pairs]
-    return [first, *rows, *([Row(CLOSED_BOOK, closed_book=True)] if closed_book else [])]
+    return [first, *rows, *([Row(CLOSED_BOOK)] if closed_book else [])]
 
 
-def settings_of(engine: BlockAttentionEngine, **others: Any) -> dict[str, Any]:
-    """Return the engine settings that an evaluation's records depend on."""
-    own = {"fingerprint": engine.model.fingerprint, "kv_dtype": engine.kv_dtype}
-    return {**own, **others}
+def settings_of(
+    engine: BlockAttentionEngine, given: Mapping[str, Any] | None, **own: Any
+) -> dict[str, Any]:
+    """Join all settings that an evaluation's records depend on."""
+    used = {"fingerprint": engine.model.fingerprint, "kv_dtype": engine.kv_dtype}
+    return {**(given or {}), **used, **own}
 
 
 class Record(Sample, Protocol):
@@ -130,12 +124,11 @@ class RecordFile(Generic[R]):
         rows: Sequence[Row] = (),
     ) -> None:
         self.records: dict[tuple[str, str], R] = {}
-        self._samples, self._rows = samples, rows
+        self._settings, self._samples, self._rows = settings, samples, rows
         self._path = None if path is None else Path(path)
         if self._path is not None:
             self._open(self._path, {"settings": dict(settings)}, parse)
-        self._check_samples(samples)
-        self._check_recipes(rows)
+            self._check(self._path)
 
     def append(self, records: Iterable[R]) -> None:
         new = list(records)
@@ -144,18 +137,14 @@ class RecordFile(Generic[R]):
                 file.writelines(_dump(asdict(record)) for record in new)
         self.records.update({(record.id, record.mode): record for record in new})
 
-    def report(
-        self,
-        settings: Mapping[str, Any],
-        summarize: Callable[[str, Mapping[str, Sequence[R]]], F],
-    ) -> Report[R, F]:
+    def report(self, summarize: Callable[[str, Mapping[str, Sequence[R]]], F]) -> Report[R, F]:
         """Create the report of a run in which every sample has a record in every row."""
         found = {
             row.name: [self.records[sample.id, row.name] for sample in self._samples]
             for row in self._rows
         }
         records = [record for of_row in found.values() for record in of_row]
-        return Report(settings, records, [summarize(name, found) for name in found])
+        return Report(self._settings, records, [summarize(name, found) for name in found])
 
     def _open(
         self, path: Path, header: dict[str, Any], parse: Callable[[Mapping[str, Any]], R]
@@ -169,9 +158,14 @@ class RecordFile(Generic[R]):
             return
         whole = data[: data.rfind(b"\n") + 1]
         first, *lines = whole.splitlines() or [data]
-        found = self._json(1, first)
-        if not isinstance(found, dict) or found.keys() != header.keys():
-            raise self._refusal(1, "not a record file (no settings on this line)")
+        try:
+            found = json.loads(first)
+            if not isinstance(found, dict) or found.keys() != header.keys():
+                raise ValueError("no settings on this line")
+        except (ValueError, RecursionError) as error:
+            raise DataError(
+                f"{path}, line 1: not a record file ({error}); choose another file"
+            ) from error
         if found != json.loads(start):
             raise DataError(
                 f"{path} contains records with other settings. Found: {_dump(found).strip()}, "
@@ -179,47 +173,38 @@ class RecordFile(Generic[R]):
             )
         for number, line in enumerate(lines, 2):
             try:
-                record = parse(self._json(number, line))
-            except (TypeError, KeyError) as error:
-                raise self._refusal(number, f"not a record ({error})") from error
+                record = parse(json.loads(line))
+            except (ValueError, RecursionError, TypeError, KeyError) as error:
+                raise DataError(
+                    f"{path}, line {number}: not a record ({error}); choose another file"
+                ) from error
             self.records[record.id, record.mode] = record
         if len(whole) < len(data):
             with path.open("r+b") as file:
                 file.truncate(len(whole))
 
-    def _check_samples(self, samples: Sequence[Sample]) -> None:
-        digests = {sample.id: sample.digest for sample in samples}
+    def _check(self, path: Path) -> None:
+        """Check that the records belong to the samples, and to the recipes of the rows."""
+        digests = {sample.id: sample.digest for sample in self._samples}
+        recipes = {row.name: row.digest for row in self._rows}
         found = self.records.values()
-        changed = {r.id: None for r in found if digests.get(r.id, r.digest) != r.digest}
-        if changed:
+        if changed := {r.id: None for r in found if digests.get(r.id, r.digest) != r.digest}:
             raise DataError(
-                f"{self._path} contains records of other questions or passages under "
+                f"{path} contains records of other questions or passages under "
                 f"{listed(list(changed))}. Choose another file or delete this one."
             )
-
-    def _check_recipes(self, rows: Sequence[Row]) -> None:
-        recipes = {row.name: row.digest for row in rows}
-        for record in self.records.values():
+        for record in found:
             if record.recipe != recipes.get(record.mode, record.recipe):
                 raise DataError(
-                    f"{self._path} contains records of {record.mode!r} with another recipe. Choose "
+                    f"{path} contains records of {record.mode!r} with another recipe. Choose "
                     "another file or delete this one."
                 )
 
-    def _json(self, number: int, line: bytes) -> Any:
-        try:
-            return json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise self._refusal(number, f"not a record file ({error})") from error
 
-    def _refusal(self, number: int, found: str) -> DataError:
-        return DataError(f"{self._path}, line {number}: {found}; choose another file")
-
-
-def listed(ids: Sequence[str], most: int = 20) -> str:
-    """Format a list of ids for a message, with at most ``most`` ids."""
-    rest = f" and {len(ids) - most} more" if len(ids) > most else ""
-    return f"the ids {', '.join(ids[:most])}{rest}"
+def listed(ids: Sequence[str]) -> str:
+    """Format a list of ids for a message, with at most 20 ids."""
+    rest = f" and {len(ids) - 20} more" if len(ids) > 20 else ""
+    return f"the ids {', '.join(ids[:20])}{rest}"
 
 
 def _dump(value: Any) -> str:

@@ -46,10 +46,7 @@ class Sums:
     The input x is a token's state in block mode, followed by a one-hot encoding of its place in the
     block. The target y is its state with full attention minus its state in block mode. The sums
     ``xx`` ``[K, D+P, D+P]``, ``xy`` ``[K, D+P, D]`` and ``yy`` ``[K, D]`` are float64, for K heads
-    of size D and P places.
-
-    Args:
-        dtype: Dtype that the states are computed in.
+    of size D and P places. The states are computed in ``dtype``.
     """
 
     def __init__(self, heads: int, size: int, dtype: torch.dtype = torch.float32) -> None:
@@ -71,10 +68,8 @@ class Sums:
 
     @property
     def differ(self) -> bool:
-        """Whether blocks differ from full attention by more than rounding errors.
-
-        In layer 0, they usually do not.
-        """
+        """Whether blocks differ from full attention by more than rounding errors. In layer 0, they
+        usually do not."""
         states = self.xx.diagonal(dim1=1, dim2=2)[:, : self._size]
         return bool(self.yy.sum() > self._rounding * states.sum())
 
@@ -101,13 +96,8 @@ def fit_correction(
     sink: str = NO_SINK,
     on_progress: Callable[[int, int], None] = lambda *_: None,
 ) -> Correction:
-    """Fit a correction for blocks that are encoded after ``sink``.
-
-    Args:
-        contexts: Token ids of each prompt's blocks. The first block is the start of the prompt and
-            is not corrected.
-        held_out: Held-out prompts, on which the penalty is selected.
-    """
+    """Fit a correction for blocks that are encoded after ``sink``. The first block of each prompt
+    is not corrected. The penalty is selected on the held-out prompts."""
     every = [*contexts, *held_out]
     if not contexts or not held_out or any(len(context) < 2 for context in every):
         raise ValueError(
@@ -120,16 +110,18 @@ def fit_correction(
         on_progress(number, len(every))
         _add_prompt(model, context, before, fitted if number < len(contexts) else tested)
     on_progress(len(every), len(every))
-    layers = tuple(_layer(solution) for solution in _best(fitted, tested))
-    return Correction(layers, sink, model.fingerprint)
+    return _correction(model, sink, _best(fitted, tested))
 
 
 def no_correction(model: BlockModel, sink: str) -> Correction:
+    return _correction(model, sink, [torch.zeros_like(sums.xy) for sums in _empty_sums(model)])
+
+
+def _correction(model: BlockModel, sink: str, solutions: Sequence[Tensor]) -> Correction:
     layers = []
-    for keys, values in model.profile.layer_outlines:
-        size = keys.size + values.size
-        weight, bias = (torch.zeros(keys.heads, rows, size) for rows in (size, NUM_PLACES))
-        layers.append(LayerCorrection(weight, bias))
+    for solution in solutions:
+        parts = solution.float().split([solution.shape[1] - NUM_PLACES, NUM_PLACES], dim=1)
+        layers.append(LayerCorrection(*(part.contiguous() for part in parts)))
     return Correction(tuple(layers), sink, model.fingerprint)
 
 
@@ -141,10 +133,7 @@ def _empty_sums(model: BlockModel) -> list[Sums]:
 
 
 def _add_prompt(
-    model: BlockModel,
-    context: TokenBlocks,
-    before: Sequence[int],
-    sums: Sequence[Sums],
+    model: BlockModel, context: TokenBlocks, before: Sequence[int], sums: Sequence[Sums]
 ) -> None:
     first, *others = whole = [list(ids) for ids in context]
     requests = [EncodeRequest(ids, str(i), "", before) for i, ids in enumerate(others)]
@@ -173,8 +162,3 @@ def _best(fitted: Sequence[Sums], tested: Sequence[Sums]) -> list[Tensor]:
         return sum(float(sums.left(s).sum() / sums.yy.sum()) for sums, s in pairs if sums.differ)
 
     return min(([sums.solve(ridge) for sums in fitted] for ridge in _RIDGES), key=left)
-
-
-def _layer(solution: Tensor) -> LayerCorrection:
-    weight, bias = solution.float().split([solution.shape[1] - NUM_PLACES, NUM_PLACES], dim=1)
-    return LayerCorrection(weight.contiguous(), bias.contiguous())

@@ -17,19 +17,17 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from blockattn_rag.engine.engine import BlockAttentionEngine
-from blockattn_rag.engine.recipe import Recipe
-from blockattn_rag.lab.evaluation.datasets import digest_of
+from blockattn_rag.engine import BlockAttentionEngine, Recipe
+from blockattn_rag.engine.outline import FREE_SINK
+from blockattn_rag.lab.evaluation.collection import Asked
 from blockattn_rag.lab.evaluation.fidelity import FidelityRecord, FidelityReport, compare_each
 from blockattn_rag.lab.evaluation.metrics import contains_answer
 from blockattn_rag.lab.evaluation.records import FULL, PLAIN, Row
-from blockattn_rag.lab.repair.data import Question
 from blockattn_rag.lab.repair.teacher import Teacher, divergence
 from blockattn_rag.model import BlockModel
 from blockattn_rag.model.correction import Correction
 from blockattn_rag.model.recompute import can_recompute
-from blockattn_rag.prompts.blocks import BlockPrompt
-from blockattn_rag.prompts.sinks import HEAD, NO_SINK
+from blockattn_rag.prompts.sinks import HEAD
 
 logger = logging.getLogger("blockattn_rag")
 
@@ -58,34 +56,22 @@ IN_USE = "in use"
 
 
 def free_recipes(
-    model: BlockModel,
-    sink: str,
-    closed: Correction,
-    trained: Correction | None,
-    in_use: Recipe | None = None,
+    adapters: Mapping[str, Correction], in_use: Recipe | None = None
 ) -> dict[str, Recipe]:
-    """Return the candidates without a cost per answer, by name, the simplest first.
-
-    The recipe in use is also a candidate, and comes before new adapters.
-    """
-    prefix = "" if sink == NO_SINK else f"{sink} + "
-    recipes = {PLAIN: Recipe()}
-    if sink != NO_SINK:
-        recipes[sink] = Recipe(sink)
+    """Return the candidates without a cost per answer, by name, the simplest first. The recipe in
+    use comes before new adapters."""
+    recipes = {PLAIN: Recipe(), FREE_SINK: Recipe(FREE_SINK)}
     if in_use is not None:
         recipes[IN_USE] = in_use
-    fitted = {"closed form": closed} | ({"trained": trained} if trained is not None else {})
-    for name, adapter in fitted.items():
-        recipes[prefix + name] = Recipe(sink, adapter, fingerprints=(model.fingerprint,))
+    for name, adapter in adapters.items():
+        recipe = Recipe(FREE_SINK, adapter, fingerprints=(adapter.fingerprint,))
+        recipes[f"{FREE_SINK} + {name}"] = recipe
     return recipes
 
 
-def count_candidates(model: BlockModel, sink: str, in_use: Recipe | None) -> int:
+def count_candidates(model: BlockModel, in_use: Recipe | None) -> int:
     """Maximum number of candidates in ``free_recipes`` and ``costly_recipes`` together."""
-    without, closed, trained = 1, 1, 1
-    has_sink, has_in_use = sink != NO_SINK, in_use is not None
-    costly = len(costly_recipes(model, "", Recipe()))
-    return without + has_sink + has_in_use + closed + trained + costly
+    return 4 + (in_use is not None) + len(costly_recipes(model, "", Recipe()))
 
 
 def costly_recipes(model: BlockModel, name: str, free: Recipe) -> dict[str, Recipe]:
@@ -117,79 +103,62 @@ class Choice:
 
     name: str
     recipes: dict[str, Recipe]
-    losses: Losses
+    losses: dict[str, float]
     shares: dict[str, float]
 
-    def loss(self, name: str) -> float:
-        return float(self.losses[name].mean())
 
-
+@dataclass(frozen=True)
 class Comparer:
     """Compares recipes with full mode at each token of the teacher's answers."""
 
-    def __init__(
-        self,
-        engine: BlockAttentionEngine,
-        teacher: Teacher,
-        prompt: Callable[[Question], BlockPrompt],
-        records_path: Path,
-    ) -> None:
-        self._engine, self._teacher, self._prompt = engine, teacher, prompt
-        self._records_path = records_path
+    engine: BlockAttentionEngine
+    teacher: Teacher
+    max_new_tokens: int
+    records_path: Path
 
     def adapter_helps(
-        self, samples: Sequence[Question], recipes: Mapping[str, Recipe], tick: Tick
+        self, asked: Sequence[Asked], recipes: Mapping[str, Recipe], tick: Tick
     ) -> bool:
-        """Whether the last recipe, with an adapter, is better than the one before, without."""
-        sink, closed = [name for name in recipes if name != IN_USE][-2:]
-        losses = self.losses(samples, {name: recipes[name] for name in (sink, closed)}, tick)
-        loss, before = losses[closed].mean(), losses[sink].mean()
+        """Whether the last recipe, with an adapter, is better than ``FREE_SINK`` alone."""
+        *_, fitted = recipes
+        losses = self._losses(asked, {name: recipes[name] for name in (FREE_SINK, fitted)}, tick)
+        loss, before = losses[fitted].mean(), losses[FREE_SINK].mean()
         if loss >= before:
             logger.warning(
                 "An adapter does not improve %s: on %d questions, the divergence from full mode "
                 "is %.3f with it and %.3f without. Training is skipped, and only recipes with a "
                 "cost per answer are compared",
-                self._engine.model.name, len(samples), loss, before,
+                self.engine.model.name, len(asked), loss, before,
             )  # fmt: skip
         return bool(loss < before)
 
     def choice(
-        self,
-        samples: Sequence[Question],
-        free: Mapping[str, Recipe],
-        tolerance: float,
-        max_new_tokens: int,
-        tick: Tick,
+        self, asked: Sequence[Asked], free: Mapping[str, Recipe], tolerance: float, tick: Tick
     ) -> Choice:
-        best = choose(self.losses(samples, free, tick), IN_USE if IN_USE in free else None)
-        priced = {best: free[best], **costly_recipes(self._engine.model, best, free[best])}
+        best = choose(self._losses(asked, free, tick), IN_USE if IN_USE in free else None)
+        priced = {best: free[best], **costly_recipes(self.engine.model, best, free[best])}
         recipes = {**free, **priced}
-        losses = self.losses(samples, recipes, tick)
-        shares = self._shares(samples, priced, max_new_tokens, tick)
+        losses = {k: float(v.mean()) for k, v in self._losses(asked, recipes, tick).items()}
+        shares = self._shares(asked, priced, tick)
         return Choice(cheapest(shares, tolerance), recipes, losses, shares)
 
-    def losses(
-        self, samples: Sequence[Question], recipes: Mapping[str, Recipe], tick: Tick
+    def _losses(
+        self, asked: Sequence[Asked], recipes: Mapping[str, Recipe], tick: Tick
     ) -> dict[str, NDArray[np.float64]]:
-        records = self.compared(samples, recipes, tick).records
-        return {
-            name: np.array([loss_of(record) for record in records if record.mode == name])
-            for name in recipes
-        }
+        """Mean divergences per question, with the first token counted twice, as in training."""
+        records = self.compared(asked, recipes, tick).records
+        losses = [(r.mode, (r.kl * r.tokens + r.first_kl) / (r.tokens + 1)) for r in records]
+        return {name: np.array([loss for mode, loss in losses if mode == name]) for name in recipes}
 
     def _shares(
-        self,
-        samples: Sequence[Question],
-        recipes: Mapping[str, Recipe],
-        max_new_tokens: int,
-        tick: Tick,
+        self, asked: Sequence[Asked], recipes: Mapping[str, Recipe], tick: Tick
     ) -> dict[str, float]:
         """Measure the fraction of full mode's answers that each recipe keeps.
 
         Counts correct answers if there are enough, else tokens that the recipe would also choose.
         """
-        report = self.compared(samples, recipes, tick)
-        right = self._right(samples, recipes, max_new_tokens)
+        report = self.compared(asked, recipes, tick)
+        right = self.right(asked, recipes)
         full = right.pop(FULL, [])
         if sum(full) < _FEWEST_RIGHT:
             return {name: report[name].agreement.mean for name in recipes}
@@ -199,81 +168,41 @@ class Comparer:
         }
 
     def compared(
-        self, samples: Sequence[Question], recipes: Mapping[str, Recipe], tick: Tick
+        self, asked: Sequence[Asked], recipes: Mapping[str, Recipe], tick: Tick
     ) -> FidelityReport:
         rows = [Row(name, recipe) for name, recipe in recipes.items()]
-        asked = [_Asked(self._prompt(sample)) for sample in samples]
         noted = {"measured": "repair"}
-        return compare_each(asked, rows, self.compare, noted, self._records_path, tick)
+        return compare_each(asked, rows, self.compare, noted, self.records_path, tick)
 
-    def compare(self, asked: _Asked, rows: Sequence[Row]) -> list[FidelityRecord]:
+    def compare(self, asked: Asked, rows: Sequence[Row]) -> list[FidelityRecord]:
         """Compare several rows with full mode on one prompt."""
-        answer = self._teacher(asked.prompt)
+        answer = self.teacher(asked.prompt)
         records = []
         for row in rows:
-            logits = self._engine.answer_logits(asked.prompt, answer.ids.tolist(), **row.options)
+            logits = self.engine.answer_logits(asked.prompt, answer.ids.tolist(), **row.options)
             per_token = divergence(answer.predictions, logits)
             agrees = logits.argmax(-1) == answer.predictions.to(logits.device).tokens[:, 0]
             records.append(FidelityRecord.of(asked, row, per_token, agrees))
         return records
 
-    def right(
-        self, samples: Sequence[Question], chosen: Recipe, max_new_tokens: int, tick: Tick
-    ) -> tuple[dict[str, int], int]:
-        """Count correct answers in full mode, without a recipe, and with the chosen recipe.
-
-        Returns:
-            The counts by name, and the number of samples with reference answers.
-        """
-        tick(0, 1)
-        found = self._right(samples, {"block": Recipe(), "recipe": chosen}, max_new_tokens)
-        tick(1, 1)
-        return {name: sum(right) for name, right in found.items()}, len(found.get(FULL, []))
-
-    def _right(
-        self, samples: Sequence[Question], recipes: Mapping[str, Recipe], max_new_tokens: int
-    ) -> dict[str, list[bool]]:
-        """Check answers in full mode and with recipes, on the samples with reference answers. Empty
-        if there are none."""
-        asked = [sample for sample in samples if sample.answers]
-        if not asked:
+    def right(self, asked: Sequence[Asked], recipes: Mapping[str, Recipe]) -> dict[str, list[bool]]:
+        """Check answers in full mode and with recipes, on the questions with reference answers.
+        Empty if there are none."""
+        known = [one for one in asked if one.answers]
+        if not known:
             return {}
-        decode = self._engine.model.tokenizer.tokenizer.decode
-        prompts = [self._prompt(sample) for sample in asked]
-        answers = [self._teacher(prompt).ids.tolist() for prompt in prompts]
+        prompts = [one.prompt for one in known]
+        answers = [self.teacher(prompt).ids.tolist() for prompt in prompts]
+        decode = self.engine.model.tokenizer.tokenizer.decode
         texts = {FULL: [decode(ids, skip_special_tokens=True) for ids in answers]}
+        options = {"max_new_tokens": self.max_new_tokens, "batch_size": _GENERATED_AT_ONCE}
         for name, recipe in recipes.items():
-            generations = self._engine.generate_batch(
-                prompts,
-                recipe=recipe,
-                max_new_tokens=max_new_tokens,
-                batch_size=_GENERATED_AT_ONCE,
-            )
+            generations = self.engine.generate_batch(prompts, recipe=recipe, **options)
             texts[name] = [generation.text for generation in generations]
         return {
-            name: [bool(contains_answer(t, s.answers)) for t, s in zip(of, asked, strict=True)]
+            name: [bool(contains_answer(t, q.answers)) for t, q in zip(of, known, strict=True)]
             for name, of in texts.items()
         }
-
-
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    """Prompt with an id derived from its text."""
-
-    prompt: BlockPrompt
-
-    @property
-    def id(self) -> str:
-        return digest_of([*(block.rendered for block in self.prompt.context), self.prompt.final])
-
-    @property
-    def digest(self) -> str:
-        return self.id
-
-
-def loss_of(record: FidelityRecord) -> float:
-    """Return the mean divergence, with the first token counted twice, as in training."""
-    return (record.kl * record.tokens + record.first_kl) / (record.tokens + 1)
 
 
 def choose(losses: Losses, in_use: str | None = None) -> str:
@@ -282,25 +211,19 @@ def choose(losses: Losses, in_use: str | None = None) -> str:
     Chooses the first recipe whose loss is at most one standard error above the lowest loss. The
     recipe in use is kept unless the chosen recipe is better by more than the 95 % interval of the
     difference. Standard errors are those of paired differences per question.
-
-    Args:
-        losses: Losses on at least two questions.
     """
     best = min(losses, key=lambda name: losses[name].mean())
     chosen = next(name for name in losses if _difference(losses, name, best) <= 1)
-    if in_use is not None and not _is_clearly_better(losses, chosen, in_use):
-        chosen = in_use
-    return chosen
+    if in_use is None:
+        return chosen
+    is_better = _difference(losses, in_use, chosen) > _CONFIDENCE
+    return chosen if is_better and len(losses[chosen]) >= _FEW else in_use
 
 
 def cheapest(shares: Mapping[str, float], tolerance: float) -> str:
     """Return the cheapest recipe that keeps enough of full mode's answers, else the best one."""
     within = (name for name, share in shares.items() if share >= tolerance)
     return next(within, max(shares, key=lambda name: shares[name]))
-
-
-def _is_clearly_better(losses: Losses, name: str, other: str) -> bool:
-    return len(losses[name]) >= _FEW and _difference(losses, other, name) > _CONFIDENCE
 
 
 def _difference(losses: Losses, name: str, other: str) -> float:

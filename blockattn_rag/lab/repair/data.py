@@ -16,8 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from blockattn_rag.engine.engine import BlockAttentionEngine
-from blockattn_rag.engine.recipe import Recipe
+from blockattn_rag.engine import BlockAttentionEngine, Recipe
 from blockattn_rag.errors import DataError
 from blockattn_rag.lab.evaluation.datasets import (
     EvaluationPassage,
@@ -27,9 +26,9 @@ from blockattn_rag.lab.evaluation.datasets import (
     passages_of,
 )
 from blockattn_rag.lab.json_lines import JsonRecord, parsed_lines, required_text
-from blockattn_rag.prompts.blocks import BlockPrompt, Span
+from blockattn_rag.lab.repair.plan import Limits
+from blockattn_rag.prompts import BlockPrompt, Passage, Span
 from blockattn_rag.prompts.chat_template import Message, chat_spans, has_chat_template
-from blockattn_rag.prompts.formats import Passage
 from blockattn_rag.store.base import KVStore
 
 Nearest = Callable[[str, int], Sequence[Passage]]
@@ -43,6 +42,7 @@ _ASK = (
 )
 _MAX_NEW_TOKENS = 48
 WRITTEN_AT_ONCE = 8
+SEED = 0
 _FEWEST_WORDS = 3
 _QUOTES = " \t\"'*"
 
@@ -107,7 +107,7 @@ def _digest(counted: Sequence[Any], parts: Any) -> str:
     return f"{len(counted)} (sha256 {digest_of(parts)[:12]})"
 
 
-def distinct_questions(questions: Sequence[Question], seed: int) -> list[Question]:
+def distinct_questions(questions: Sequence[Question], seed: int = SEED) -> list[Question]:
     """Deduplicate questions, ignoring case. The order depends only on texts and seed."""
 
     def digest(question: Question) -> str:
@@ -124,18 +124,16 @@ def draw_samples(
 ) -> list[Question]:
     """Draw ``count`` samples, cycling through the questions, each time with other passages.
 
-    A sample's passages are in prompt order.
-
-    Args:
-        fewest, most: Range of the number of passages in a sample, including the question's first
-            passage. A question with fewer passages uses all of them.
+    A sample's passages are in prompt order. It has ``fewest`` to ``most`` passages, including the
+    question's first one, or all if the question has fewer.
     """
     rng = random.Random(seed)
     samples = []
     for index in range(count):
         question = questions[index % len(questions)]
         first, *others = question.passages
-        size = rng.randint(min(fewest, len(others) + 1), min(most, len(others) + 1))
+        available = len(question.passages)
+        size = rng.randint(min(fewest, available), min(most, available))
         shown = [first, *rng.sample(others, size - 1)]
         rng.shuffle(shown)
         samples.append(replace(question, passages=tuple(shown)))
@@ -144,8 +142,7 @@ def draw_samples(
 
 def read_passages(path: Path) -> list[Passage]:
     lines = parsed_lines(path, lambda record, _: _stripped(passage_of(record)))
-    passages = (passage for _, passage in lines)
-    return list(dict.fromkeys(passages))
+    return list(dict.fromkeys(passage for _, passage in lines))
 
 
 def read_questions(path: Path, nearest: Nearest | None, num_passages: int) -> list[Question]:
@@ -173,20 +170,17 @@ def _stripped(passage: EvaluationPassage) -> Passage:
 
 def write_questions(
     engine: BlockAttentionEngine,
-    passages: Sequence[Passage],
-    nearest: Nearest,
-    count: int,
-    num_passages: int,
+    material: Material,
+    limits: Limits,
     path: Path,
-    seed: int,
     on_progress: Callable[[int, int], None],
     time_is_up: Callable[[], bool] = lambda: False,
 ) -> list[Question]:
-    """Generate up to ``count`` distinct questions, each about one passage, with greedy decoding."""
-    passages = list(dict.fromkeys(passages))
-    if not passages:
-        raise DataError("There are no passages to generate questions from, expected at least one")
-    random.Random(seed).shuffle(passages)
+    """Generate distinct questions, each about one of the passages, with greedy decoding."""
+    passages, count = list(dict.fromkeys(material.passages)), limits.questions
+    if not passages or material.nearest is None:
+        raise DataError("Found no questions, and no passages to write questions about")
+    random.Random(SEED).shuffle(passages)
     written = _kept(path)
     questions: dict[str, Question] = {}
     tried = 0
@@ -200,8 +194,8 @@ def write_questions(
         for passage in batch:
             text = written[_name(passage)]
             if text and text.lower() not in questions:
-                near = nearest(text, num_passages)
-                others = [other for other in near if other != passage][: num_passages - 1]
+                near = material.nearest(text, limits.passages + 1)
+                others = [other for other in near if other != passage][: limits.passages]
                 questions[text.lower()] = Question(text, (passage, *others))
         on_progress(len(questions), count)
     if not questions:
@@ -239,11 +233,8 @@ def _write_missing(
 def _prompt(engine: BlockAttentionEngine, passage: Passage) -> BlockPrompt:
     tokenizer = engine.model.tokenizer.tokenizer
     text = f"{passage.title}\n{passage.text}".strip()
-    spans: tuple[Span, ...] = (
-        Span(_ASK[0], "system"),
-        Span(text, "conversation"),
-        Span(_ASK[1], "system"),
-    )
+    before, after = (Span(part, "system") for part in _ASK)
+    spans: tuple[Span, ...] = (before, Span(text, "conversation"), after)
     if has_chat_template(tokenizer):
         messages: list[Message] = [{"role": "user", "content": spans}]
         spans = chat_spans(tokenizer, messages)

@@ -1,12 +1,9 @@
-"""Plan of a repair: the numbers of prompts and steps that fit in the time limit.
-
-This module does not import torch, because the command line imports it.
-"""
+"""Plan of a repair: the numbers of prompts and steps that fit in the time limit."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from blockattn_rag.errors import DataError
 
@@ -23,12 +20,10 @@ class Limits:
         questions: Maximum number of questions that the model generates. More questions improve the
             result little, and take time from the fit.
         writing_share: Maximum fraction of the time for generating questions.
-        passages: Number of passages per prompt, equal to the number that ``ask`` retrieves. Fits
-            use up to this many passages, and measurements use exactly this many.
+        passages: Number of passages per prompt that ``ask`` retrieves. Fits use up to this many.
         answer_tokens: Maximum length of full mode's answers in tokens. Sufficient for factual
             questions; each token costs a forward pass.
-        top_k: Number of the teacher's most likely tokens to keep at each answer token. All other
-            tokens count as one.
+        top_k: Number of the teacher's most likely tokens to keep at each answer token.
         held_out: Maximum number of questions for choosing and measuring together. With fewer
             questions, intervals are too wide; more take time from the fit.
         held_out_share: Maximum fraction of questions that are held out.
@@ -37,8 +32,7 @@ class Limits:
         closed_form: Number of prompts for the closed form, which more prompts do not improve.
         samples: Maximum number of prompts to train on.
         draws: Maximum number of samples per question, each with other passages.
-        fewest_samples: Minimum number of prompts to train on. With fewer prompts, training is
-            skipped.
+        fewest_samples: Minimum number of prompts to train on. With fewer, training is skipped.
         epochs: Passes over the samples. New samples improve held-out results more than further
             passes.
         measurements: Number of evaluations during training. A checkpoint is saved with each.
@@ -75,7 +69,6 @@ class Speeds:
     """Seconds per prompt for each step, measured before planning.
 
     Args:
-        answer: Answering in full mode.
         encode: Encoding the context with full attention. Encoding the passages takes about as long.
         fetch: Loading or encoding the passages, which are encoded after the sink.
         step: Forward and backward pass of the student.
@@ -92,9 +85,8 @@ class Speeds:
         return self.step / 2
 
     def held_out(self, recipes: int) -> float:
-        """Return the seconds for a held-out prompt: full mode's answer, passages encoded with and
-        without the sink, all recipes' predictions, and their answers if there are reference
-        answers."""
+        """Seconds for a held-out prompt: full mode's answer, passages encoded with and without the
+        sink, all recipes' predictions, and their answers if there are reference answers."""
         return self.answer + self.encode + self.fetch + (recipes + 2) * self.compare
 
     def sample(self, epochs: float) -> float:
@@ -117,15 +109,8 @@ class Speeds:
 
 @dataclass(frozen=True, slots=True)
 class RepairPlan:
-    """Numbers of prompts and steps of a repair.
-
-    Args:
-        held_out: Number of questions for choosing and measuring.
-        closed_form: Number of prompts for the closed form.
-        samples: Number of prompts to train on. 0: no training.
-        training_s: Planned seconds for training steps.
-        measuring_s: Planned seconds for the work after training.
-    """
+    """Numbers of prompts and steps of a repair, and planned seconds for training and for the work
+    after it. ``samples``: Number of prompts to train on. 0: no training."""
 
     held_out: int
     closed_form: int
@@ -133,10 +118,6 @@ class RepairPlan:
     steps: int
     training_s: float
     measuring_s: float
-
-    @property
-    def untrained(self) -> RepairPlan:
-        return replace(self, samples=0, steps=0, training_s=0.0)
 
     @classmethod
     def for_time(
@@ -149,11 +130,8 @@ class RepairPlan:
         batch: int,
         limits: Limits,
     ) -> RepairPlan:
-        """Create a plan for the remaining time.
-
-        At most a quarter of the time is for held-out questions, and at most a fifth for the closed
-        form. The rest is for training.
-        """
+        """Create a plan for the remaining time: at most a quarter of it for held-out questions, at
+        most a fifth of the rest for the closed form, and what is left for training."""
         check_enough(questions, limits)
         budget_s, held_s = seconds, speeds.held_out(recipes)
         most = min(limits.held_out, math.floor(limits.held_out_share * questions))
@@ -216,5 +194,5 @@ def least_s(speeds: Speeds, recipes: int, limits: Limits) -> float:
 
 
 def _within(seconds: float, each: float, fewest: int, most: int) -> int:
-    """Return how many items of ``each`` seconds fit in ``seconds``, within bounds."""
+    """Number of items of ``each`` seconds that fit in ``seconds``, within bounds."""
     return max(fewest, min(most, math.floor(seconds / max(each, 1e-9))))

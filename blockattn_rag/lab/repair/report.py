@@ -47,12 +47,9 @@ def figures(report: RepairReport) -> list[str]:
     if report["right"]:
         counts = ", ".join(f"{name} {count}" for name, count in report["right"].items())
         right = f"{counts} of {report['answered']}"
-    changes = (
-        f"{what}: {_percent(plain[name]['mean'])} -> {_percent(chosen[name]['mean'])}"
-        for what, name in (
-            ("Token agreement with full mode", "agreement"),
-            ("identical answers", "identical"),
-        )
+    agreement, identical = (
+        f"{_percent(plain[name]['mean'])} -> {_percent(chosen[name]['mean'])}"
+        for name in ("agreement", "identical")
     )
     kept = ", ".join(f"{name} {_percent(share)}" for name, share in report["shares"].items())
     return [
@@ -60,21 +57,19 @@ def figures(report: RepairReport) -> list[str]:
         f"Divergence from full mode (KL), {report['measured_on']} held-out questions: "
         f"{plain['kl']['mean']:.3f} without a recipe, {chosen['kl']['mean']:.3f} with "
         f"it{recovered}.{_shortfall(report)}",
-        f"{'; '.join(changes)}.",
+        f"Token agreement with full mode: {agreement}; identical answers: {identical}.",
         f"Right answers: {right}.",
     ]
 
 
 def _shortfall(report: RepairReport) -> str:
     """Sentences about insufficient time or questions. Empty if there was enough."""
-    few = report["measured_on"] < _FEW
-    untrained = not report["plan"]["samples"]
-    lacks = [
-        " There are too few questions for reliable results." if few else "",
-        " There was no time to train the adapter." if untrained else "",
-    ]
-    advice = " Increase --minutes and add --questions."
-    return "".join(lacks) + (advice if few or untrained else "")
+    lacks = ""
+    if report["measured_on"] < _FEW:
+        lacks += " There are too few questions for reliable results."
+    if not report["plan"]["samples"]:
+        lacks += " There was no time to train the adapter."
+    return lacks and f"{lacks} Increase --minutes and add --questions."
 
 
 def _percent(share: float) -> str:
@@ -82,10 +77,8 @@ def _percent(share: float) -> str:
 
 
 def plot(report: RepairReport) -> bytes | None:
-    """Plot the divergence of all candidates and the training losses, as PNG.
-
-    Returns None if matplotlib is not installed.
-    """
+    """Plot the divergence of all candidates and the training losses, as PNG. None without
+    matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError:

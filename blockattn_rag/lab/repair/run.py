@@ -65,10 +65,7 @@ def repair(
     _check_output(output, model)
     folder = work.work_of(output)
     _check_disk(folder, model, material.passages, limits)
-    inputs = {
-        "model": f"{model.name} (fingerprint {model.fingerprint[:12]})",
-        **material.inputs(),
-    }
+    inputs = {"model": f"{model.name} (fingerprint {model.fingerprint[:12]})", **material.inputs()}
 
     def is_worth_keeping(error: BaseException) -> bool:
         # After other DataErrors, the inputs must change, so generated questions are of no use.
@@ -86,10 +83,7 @@ def repair(
 
 def _check_output(output: Path, model: BlockModel) -> None:
     """Reject an output folder that is not writable or contains anything other than a recipe for the
-    model.
-
-    An existing recipe for the model, or a damaged one, will be replaced.
-    """
+    model, which will be replaced."""
     try:
         check_replaceable(output)
     except ValueError as error:

@@ -12,18 +12,19 @@ from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-from blockattn_rag.engine.engine import BlockAttentionEngine
+from blockattn_rag.engine import BlockAttentionEngine, Recipe
 from blockattn_rag.engine.outline import FREE_SINK
-from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.errors import DataError
 from blockattn_rag.files import write_json
 from blockattn_rag.lab import work
-from blockattn_rag.lab.evaluation.collection import TOLERANCE
+from blockattn_rag.lab.evaluation.collection import TOLERANCE, Asked
+from blockattn_rag.lab.evaluation.datasets import digest_of
+from blockattn_rag.lab.evaluation.records import FULL
 from blockattn_rag.lab.repair.closed_form import fit_correction, no_correction
 from blockattn_rag.lab.repair.compare import Comparer, count_candidates, free_recipes
 from blockattn_rag.lab.repair.data import (
+    SEED,
     WRITTEN_AT_ONCE,
     Material,
     Question,
@@ -43,10 +44,10 @@ from blockattn_rag.lab.repair.report import plot
 from blockattn_rag.lab.repair.student import (
     BATCH,
     BlockSource,
-    CorrectionLoss,
     ReadThroughStore,
     Student,
-    correction_trainer,
+    correction_loss,
+    train_correction,
 )
 from blockattn_rag.lab.repair.teacher import Teacher
 from blockattn_rag.model import BlockModel, EncodeRequest
@@ -59,7 +60,6 @@ Progress = Callable[[str, int, int], None]
 PLAN, QUESTIONS = "plan.json", "questions.jsonl"
 """Files in the work folder: the plan, and the generated questions."""
 
-_SEED = 0
 _STAND_IN = "What does the text say?"
 """Question used to measure speeds before questions have been generated."""
 
@@ -89,54 +89,61 @@ class Repair:
 
     def __post_init__(self) -> None:
         limits, model, namespace = self.limits, self.model, self.material.namespace
-        self.sink = FREE_SINK
+        # The reserved part of the time limit starts at this time on the monotonic clock.
+        self.until = self.started + (1 - _RESERVE_SHARE) * self.budget_s
         store = ReadThroughStore(self.folder / "kv", limits.store_bytes, self.material.lender)
         # Without resident blocks, only the blocks of one prompt are in memory at a time.
         self.engine = BlockAttentionEngine(
             model, store, recipe="none", namespace=namespace, resident_bytes=0
         )
-        self.source = BlockSource(model, store, self.sink, namespace)
+        self.source = BlockSource(model, store, FREE_SINK, namespace)
         self.teacher = Teacher(model, self.folder / "answers", limits.answer_tokens, limits.top_k)
+        self.most_recipes = count_candidates(model, self.material.in_use)
 
     def run(self, version: str) -> tuple[Recipe, bytes | None]:
         """Run all stages. Returns the recipe with its report, and the report's plot."""
         # Measure speeds first, so that insufficient time is reported before any other work.
-        speeds = None if self._plan_path.exists() else self._checked_speeds()
-        questions = distinct_questions(self._questions(speeds), _SEED)
+        speeds = None if (self.folder / PLAN).exists() else self._checked_speeds()
+        questions = distinct_questions(self._questions(speeds))
         plan = self._plan(questions, speeds)
         train, held = self.samples(questions, plan)
-        self._answer([*map(self._prompt, held)])
-        half = len(held) // 2
-        choose_on, report_on = held[:half], held[half:]
-        closed = self.closed_form([*map(self._prompt, train[: plan.closed_form])])
-        comparer = Comparer(self.engine, self.teacher, self._prompt, self.folder / "records.jsonl")
-        recipes = free_recipes(self.model, self.sink, closed, None, self.material.in_use)
+        asked = [self._asked(sample) for sample in held]
+        self._answer([one.prompt for one in asked])
+        half = len(asked) // 2
+        choose_on, report_on = asked[:half], asked[half:]
+        in_use = self.material.in_use
+        curve: list[dict[str, float]] = []
+        fitted = {"closed form": self.closed_form(self._prompts(train[: plan.closed_form]))}
+        recipes = free_recipes(fitted, in_use)
+        comparer = Comparer(
+            self.engine, self.teacher, self.limits.answer_tokens, self.folder / "records.jsonl"
+        )
         with self._stage("comparing the first fit") as tick:
-            helps = comparer.adapter_helps(choose_on, recipes, tick)
-        if helps:
-            to_train = [*map(self._prompt, train[: plan.samples])]
-            self._answer(to_train)
-            to_check = [*map(self._prompt, choose_on[: self.limits.validation])]
-            trained, curve = self._trained(closed, to_train, to_check, plan)
-            recipes = free_recipes(self.model, self.sink, closed, trained, self.material.in_use)
-        else:
-            plan, curve = plan.untrained, []
-        tokens = self.limits.answer_tokens
+            if not comparer.adapter_helps(choose_on, recipes, tick):
+                plan = replace(plan, samples=0, steps=0, training_s=0.0)
+        if plan.samples:
+            prompts = self._prompts(train[: plan.samples])
+            self._answer(prompts)
+            checked = [one.prompt for one in choose_on[: self.limits.validation]]
+            fitted["trained"], curve = self._trained(fitted["closed form"], prompts, checked, plan)
+            recipes = free_recipes(fitted, in_use)
         with self._stage("choosing") as tick:
-            choice = comparer.choice(choose_on, recipes, self.tolerance, tokens, tick)
-        chosen, recipes = choice.name, choice.recipes
+            choice = comparer.choice(choose_on, recipes, self.tolerance, tick)
+        chosen, recipes = choice.recipes[choice.name], choice.recipes
         with self._stage("measuring") as tick:
             measured = comparer.compared(report_on, recipes, tick)
         with self._stage("right answers") as tick:
-            right, with_answers = comparer.right(report_on, recipes[chosen], tokens, tick)
+            tick(0, 1)
+            right = comparer.right(report_on, {"block": Recipe(), "recipe": chosen})
+            tick(1, 1)
         report = {
             "model": self.model.name,
             "fingerprint": self.model.fingerprint,
-            "chosen": chosen,
+            "chosen": choice.name,
             "tolerance": self.tolerance,
             "shares": choice.shares,
             "candidates": [
-                {"name": name, "loss": choice.loss(name), **measured[name].to_dict()}
+                {"name": name, "loss": choice.losses[name], **measured[name].to_dict()}
                 for name in recipes
             ],
             "passages": self.limits.passages,
@@ -144,8 +151,8 @@ class Repair:
             "written": self.material.questions is None,
             "chosen_on": len(choose_on),
             "measured_on": len(report_on),
-            "right": right,
-            "answered": with_answers,
+            "right": {name: sum(answers) for name, answers in right.items()},
+            "answered": len(right.get(FULL, ())),
             "plan": asdict(plan),
             "curve": curve,
             "seconds": self.seconds,
@@ -153,7 +160,7 @@ class Repair:
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
         }
         recipe = replace(
-            recipes[chosen],
+            chosen,
             fingerprints=(self.model.fingerprint,),
             model=self.model.name,
             prompt_format=self.material.prompt_format,
@@ -167,73 +174,57 @@ class Repair:
     def _checked_speeds(self) -> Speeds:
         material, limits = self.material, self.limits
         if material.questions is not None:
-            check_enough(len(distinct_questions(material.questions, _SEED)), limits)
+            check_enough(len(distinct_questions(material.questions)), limits)
             sample = material.questions[0]
         elif material.nearest is None or not material.passages:
             raise DataError("Found no questions, and no passages to write questions about")
         else:
             sample = Question(_STAND_IN, tuple(material.passages[: limits.passages]))
-        speeds = self.speeds([sample])
-        needed = least_s(speeds, self._most_recipes, limits)
+        speeds = self.speeds(sample)
+        needed = least_s(speeds, self.most_recipes, limits)
         if material.questions is None and not (self.folder / QUESTIONS).exists():
             needed += WRITTEN_AT_ONCE * speeds.answer
         spent = time.monotonic() - self.started
         check_time(self.budget_s, (spent + needed) / (1 - _RESERVE_SHARE), speeds)
         return speeds
 
-    @property
-    def _most_recipes(self) -> int:
-        return count_candidates(self.model, self.sink, self.material.in_use)
-
     def _questions(self, speeds: Speeds | None) -> Sequence[Question]:
         """Return the questions of the repair.
 
-        ``speeds`` is None if a plan exists. No more questions are then generated, because the split
-        into fitted and held-out questions depends on all of them."""
+        If a plan exists (``speeds`` is None), no more questions are generated, because the split
+        into fitted and held-out questions depends on all of them.
+        """
         material, limits = self.material, self.limits
         if material.questions is not None:
             return material.questions
-        if material.nearest is None:
-            raise DataError("Found no questions, and no passages to write questions about")
         until = self.started + limits.writing_share * self.budget_s
         if speeds is not None:
-            needed = least_s(speeds, self._most_recipes, limits)
-            until = min(until, self._until_reserve() - needed - WRITTEN_AT_ONCE * speeds.answer)
+            needed = least_s(speeds, self.most_recipes, limits)
+            until = min(until, self.until - needed - WRITTEN_AT_ONCE * speeds.answer)
         with self._stage("writing questions") as tick:
             return write_questions(
                 self.engine,
-                material.passages,
-                material.nearest,
-                limits.questions,
-                limits.passages + 1,
+                material,
+                limits,
                 self.folder / QUESTIONS,
-                _SEED,
                 tick,
                 lambda: speeds is None or time.monotonic() > until,
             )
 
-    @property
-    def _plan_path(self) -> Path:
-        return self.folder / PLAN
-
     def _plan(self, questions: Sequence[Question], speeds: Speeds | None) -> RepairPlan:
-        """Return the plan, which is created once. A resumed run reads it from the work folder."""
-        minutes = self.budget_s / 60
-
-        def make() -> dict[str, Any]:
-            assert speeds is not None  # Without a plan, speeds have been measured.
-            left = self._until_reserve() - time.monotonic()
+        """Return the plan, which is created once. A resumed run, without speeds, only reads it."""
+        path, minutes = self.folder / PLAN, self.budget_s / 60
+        if speeds is not None:
             plan = RepairPlan.for_time(
-                left,
+                self.until - time.monotonic(),
                 speeds,
                 len(questions),
-                recipes=self._most_recipes,
+                recipes=self.most_recipes,
                 batch=BATCH,
                 limits=self.limits,
             )
-            return {"minutes": minutes, **asdict(plan)}
-
-        kept = work.kept_json(self._plan_path, make)
+            write_json(path, {"minutes": minutes, **asdict(plan)})
+        kept = work.read_work_file(path)
         if (before := kept.pop("minutes")) != minutes:
             raise DataError(
                 f"{self.folder} contains an interrupted repair of {before:g} minutes, but "
@@ -242,39 +233,39 @@ class Repair:
             )
         return RepairPlan(**kept)
 
-    def _until_reserve(self) -> float:
-        """Time on the monotonic clock at which the reserved part of the time limit starts."""
-        return self.started + (1 - _RESERVE_SHARE) * self.budget_s
-
-    def speeds(self, questions: Sequence[Question]) -> Speeds:
+    def speeds(self, question: Question) -> Speeds:
         """Estimate the seconds of each step for a prompt with as many passages as ``ask``
         retrieves.
 
         Speeds are measured with two passages, after a warm-up with the start of each, because a
         complete prompt takes minutes on slow machines.
         """
-        student = Student(self.model, no_correction(self.model, self.sink))
-        loss = CorrectionLoss(student, self.teacher, self.source)
+        student = Student(self.model, no_correction(self.model, FREE_SINK))
+        loss = partial(correction_loss, student, self.teacher, self.source)
         self.model.hf_model.requires_grad_(False)
+
+        def measured(prompt: BlockPrompt) -> Speeds:
+            request = EncodeRequest(self._ids(prompt), "", "")
+            return Speeds(
+                answer=_timed(lambda: self.teacher.renew(prompt)),
+                encode=_timed(lambda: [*self.model.encode([request])]),
+                fetch=_timed(lambda: self.source(prompt)),
+                step=_timed(lambda: loss(prompt).backward()),
+            )
+
         most = self.limits.passages
-        (sample,) = draw_samples(questions[:1], 1, most, most, _SEED)
+        (sample,) = draw_samples([question], 1, most, most, SEED)
         shown = sample.passages[:2]
-        begun = [replace(p, text=p.text.strip()[:_WARM_UP] or p.text) for p in shown]
-        prompts = [self._prompt(replace(sample, passages=tuple(part))) for part in (begun, shown)]
-        speeds = Speeds(0.0, 0.0, 0.0, 0.0)
+        begun = tuple(replace(p, text=p.text.strip()[:_WARM_UP] or p.text) for p in shown)
+        warm_up, prompt = (self._prompt(replace(sample, passages=part)) for part in (begun, shown))
         with self._stage("measuring speed") as tick:
-            for number, prompt in enumerate(prompts):
-                tick(number, len(prompts))
-                request = EncodeRequest(self._ids(prompt), "", "")
-                speeds = Speeds(
-                    answer=self.teacher.seconds(prompt),
-                    encode=_timed(lambda: [*self.model.encode([request])]),  # noqa: B023
-                    fetch=_timed(partial(self.source, prompt)),
-                    step=loss.seconds(prompt),
-                )
-            tick(len(prompts), len(prompts))
+            tick(0, 2)
+            measured(warm_up)
+            tick(1, 2)
+            speeds = measured(prompt)
+            tick(2, 2)
         complete = len(self._ids(self._prompt(sample)))
-        return speeds.longer(complete / len(self._ids(prompts[-1])))
+        return speeds.longer(complete / len(self._ids(prompt)))
 
     def _ids(self, prompt: BlockPrompt) -> list[int]:
         return [*self.model.tokenizer.prompt_ids(prompt).flat]
@@ -282,18 +273,16 @@ class Repair:
     def samples(
         self, questions: Sequence[Question], plan: RepairPlan
     ) -> tuple[list[Question], list[Question]]:
-        """Draw training samples and held-out samples.
+        """Draw training samples, as many as the limits permit, and held-out samples.
 
-        Training samples have one or more passages. As many as the limits permit are drawn; if time
-        is short, the fits use only the first ones. Held-out samples have as many passages as
-        ``ask`` retrieves.
+        Only held-out samples always have as many passages as ``ask`` retrieves.
         """
         held, rest = questions[: plan.held_out], questions[plan.held_out :]
         most = self.limits.passages
         count = max(self.limits.samples, plan.closed_form)
         return (
-            draw_samples(rest, count, 1, most, _SEED),
-            draw_samples(held, len(held), most, most, _SEED + 1),
+            draw_samples(rest, count, 1, most, SEED),
+            draw_samples(held, len(held), most, most, SEED + 1),
         )
 
     def _prompt(self, sample: Question) -> BlockPrompt:
@@ -304,6 +293,14 @@ class Repair:
                 "mode; pass questions with more passages"
             )
         return prompt
+
+    def _prompts(self, samples: Sequence[Question]) -> list[BlockPrompt]:
+        return [self._prompt(sample) for sample in samples]
+
+    def _asked(self, sample: Question) -> Asked:
+        prompt = self._prompt(sample)
+        name = digest_of([*(block.rendered for block in prompt.context), prompt.final])
+        return Asked(name, sample.text, prompt, sample.answers, digest=name)
 
     def _answer(self, prompts: Sequence[BlockPrompt]) -> None:
         with self._stage("full mode's answers") as tick:
@@ -319,7 +316,7 @@ class Repair:
             held = max(1, len(contexts) // 5)
             with self._stage("fitting in closed form") as tick:
                 correction = fit_correction(
-                    self.model, contexts[held:], contexts[:held], sink=self.sink, on_progress=tick
+                    self.model, contexts[held:], contexts[:held], sink=FREE_SINK, on_progress=tick
                 )
             save_correction(correction, path)
         return read_correction(path)
@@ -330,35 +327,26 @@ class Repair:
         train: Sequence[BlockPrompt],
         held: Sequence[BlockPrompt],
         plan: RepairPlan,
-    ) -> tuple[Correction | None, list[dict[str, float]]]:
-        """Train a correction. Returns it and its losses. None and no losses: there was no time."""
+    ) -> tuple[Correction, list[dict[str, float]]]:
+        """Train a correction. Returns it and its losses."""
         path, curve = self.folder / "trained.safetensors", self.folder / "curve.json"
-        if not plan.samples:
-            return None, []
         if not path.is_file():
             self.model.hf_model.requires_grad_(False)
-            checkpoints = self.folder / work.CHECKPOINTS
-            checkpoint = work.last_checkpoint(checkpoints)
-            latest = min(
-                self._until_reserve() - plan.measuring_s,
-                time.monotonic() + LATEST * plan.training_s,
-            )
+            latest = min(self.until - plan.measuring_s, time.monotonic() + LATEST * plan.training_s)
+            student = Student(self.model, closed)
             with self._stage("training") as tick:
-                student = Student(self.model, closed)
-                trainer = correction_trainer(
+                losses = train_correction(
                     student,
-                    CorrectionLoss(student, self.teacher, self.source),
-                    checkpoints,
+                    partial(correction_loss, student, self.teacher, self.source),
+                    self.folder / work.CHECKPOINTS,
                     train,
                     held,
                     max_steps=plan.steps,
                     eval_steps=max(1, plan.steps // self.limits.measurements),
-                    is_resumed=checkpoint is not None,
                     on_progress=tick,
                     time_is_up=lambda: time.monotonic() > latest,
                 )
-                trainer.train_from(checkpoint)
-            write_json(curve, {"curve": trainer.history})
+            write_json(curve, {"curve": losses})
             save_correction(student.finished(), path)
         return read_correction(path), work.read_work_file(curve)["curve"]
 

@@ -7,8 +7,7 @@ with unequal lengths. The teacher and the encoding of passages take most of the 
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -18,17 +17,16 @@ from torch import Tensor, nn
 
 from blockattn_rag.engine.fetcher import BlockFetcher
 from blockattn_rag.engine.recipe import Recipe
-from blockattn_rag.kv.block_kv import BlockKV
-from blockattn_rag.kv.context import Context, place
+from blockattn_rag.kv import BlockKV, Context, place
 from blockattn_rag.lab.repair.teacher import Teacher, answer_loss, divergence
 from blockattn_rag.lab.trainer import LabTrainer, training_arguments
+from blockattn_rag.lab.work import last_checkpoint
 from blockattn_rag.model import BlockModel
 from blockattn_rag.model.caches import isolated_caches
 from blockattn_rag.model.correction import Correction, LayerCorrection
 from blockattn_rag.model.encoding import logits_to_keep
 from blockattn_rag.prompts.blocks import BlockPrompt
-from blockattn_rag.store import DirectoryStore, KVStore, StoreStats
-from blockattn_rag.store.base import ReadResult
+from blockattn_rag.store import DirectoryStore, KVStore
 from blockattn_rag.store.namespaces import Access
 
 # Settings from experiments with SmolLM2 and Natural Questions, which the guide reports. They are
@@ -42,9 +40,8 @@ _BIAS_UNIT = 20.0
 """Training scale of the constants, which are much larger than weights but get equal Adam steps."""
 
 
-class ReadThroughStore(KVStore):
-    """Store that writes to a separate folder, and reads missing blocks from another store, the
-    lender.
+class ReadThroughStore(DirectoryStore):
+    """Store in a folder, which reads missing blocks from another store, the lender.
 
     A repair can thus use the blocks of a database without adding any to it. Int8 blocks are not
     read from the lender, because an adapter must not be fitted to quantized blocks.
@@ -52,37 +49,18 @@ class ReadThroughStore(KVStore):
 
     def __init__(self, path: Path, max_bytes: int, lender: KVStore | None) -> None:
         # Blocks are not flushed to disk, because lost blocks are simply encoded again.
-        self._own = DirectoryStore(path, max_bytes=max_bytes, fsync=False)
+        super().__init__(path, max_bytes=max_bytes, fsync=False)
         self._lender = lender
 
-    def get_many(self, keys: Sequence[str]) -> list[ReadResult]:
-        entries = self._own.get_many(keys)
-        missing = [key for key, kv in zip(keys, entries, strict=True) if kv is None]
-        if missing and self._lender is not None:
-            lent = dict(zip(missing, self._lender.get_many(missing), strict=True))
-            pairs = zip(keys, entries, strict=True)
-            entries = [_unrounded(lent.get(key)) if kv is None else kv for key, kv in pairs]
-        return entries
-
-    def put(self, key: str, kv: BlockKV) -> None:
-        self._own.put(key, kv)
+    def get(self, key: str) -> BlockKV | None:
+        kv = super().get(key)
+        if kv is not None or self._lender is None:
+            return kv
+        lent = self._lender.get(key)
+        return lent if lent is not None and lent.scales is None else None
 
     def __contains__(self, key: object) -> bool:
         return isinstance(key, str) and self.get(key) is not None
-
-    def delete(self, key: str) -> bool:
-        return self._own.delete(key)
-
-    def keys(self) -> Iterator[str]:
-        return self._own.keys()
-
-    def stats(self) -> StoreStats:
-        return self._own.stats()
-
-
-def _unrounded(entry: ReadResult) -> ReadResult:
-    is_rounded = isinstance(entry, BlockKV) and entry.scales is not None
-    return None if is_rounded else entry
 
 
 class ReadyPrompt(NamedTuple):
@@ -93,10 +71,8 @@ class ReadyPrompt(NamedTuple):
 
 
 class BlockSource:
-    """Prepares prompts for block mode with keys and values from a store.
-
-    Missing blocks are encoded by the stock model and stored.
-    """
+    """Prepares prompts for block mode with blocks from a store. Missing blocks are encoded by the
+    stock model and stored."""
 
     def __init__(self, model: BlockModel, store: KVStore, sink: str, namespace: str = "") -> None:
         self._model = model
@@ -157,40 +133,32 @@ class Student(nn.Module):
         return logits
 
 
-class CorrectionLoss:
+def correction_loss(
+    student: Student, teacher: Teacher, source: BlockSource, prompt: BlockPrompt
+) -> Tensor:
     """Divergence of a student from the teacher over the teacher's answer to a prompt."""
-
-    def __init__(self, student: Student, teacher: Teacher, source: BlockSource) -> None:
-        self._student, self._teacher, self._source = student, teacher, source
-
-    def __call__(self, prompt: BlockPrompt) -> Tensor:
-        answer = self._teacher(prompt)
-        logits = self._student(self._source(prompt), answer.ids.tolist())
-        return answer_loss(divergence(answer.predictions, logits))
-
-    def seconds(self, prompt: BlockPrompt) -> float:
-        """Measure a forward and backward pass, in seconds, for a prompt with stored blocks."""
-        self._source(prompt)
-        started = time.monotonic()
-        self(prompt).backward()
-        self._student.zero_grad(set_to_none=True)
-        return time.monotonic() - started
+    answer = teacher(prompt)
+    logits = student(source(prompt), answer.ids.tolist())
+    return answer_loss(divergence(answer.predictions, logits))
 
 
-def correction_trainer(
+def train_correction(
     student: Student,
-    loss: CorrectionLoss,
+    loss: Callable[[BlockPrompt], Tensor],
     folder: Path,
     train: Sequence[BlockPrompt],
     held: Sequence[BlockPrompt],
     *,
     max_steps: int,
     eval_steps: int,
-    is_resumed: bool,
     on_progress: Callable[[int, int], None],
     time_is_up: Callable[[], bool],
-) -> LabTrainer:
-    """Create the trainer of a student, which keeps the state with the lowest held-out loss."""
+) -> list[dict[str, float]]:
+    """Train a student, and keep the state with the lowest held-out loss. Returns all losses.
+
+    Resumes from the last checkpoint in ``folder``.
+    """
+    checkpoint = last_checkpoint(folder)
     arguments = training_arguments(
         folder,
         batch_size=1,
@@ -201,7 +169,7 @@ def correction_trainer(
         adam_beta2=_ADAM_BETA2,
         eval_strategy="steps",
         eval_steps=eval_steps,
-        eval_on_start=not is_resumed,
+        eval_on_start=checkpoint is None,
         save_strategy="steps",
         save_steps=eval_steps,
         load_best_model_at_end=True,
@@ -217,18 +185,15 @@ def correction_trainer(
             f"Found {arguments.n_gpu} GPUs, expected one: make only one visible "
             "(CUDA_VISIBLE_DEVICES=0)"
         )
-    return LabTrainer(
+    trainer = LabTrainer(
         model=student,
         args=arguments,
         loss=lambda _, batch: (loss(batch["prompt"]), 1),
         train_dataset=list(train),
         eval_dataset=list(held),
-        data_collator=_alone,
+        data_collator=lambda batch: {"prompt": batch[0]},
         on_progress=on_progress,
         time_is_up=time_is_up,
     )
-
-
-def _alone(batch: Sequence[BlockPrompt]) -> dict[str, BlockPrompt]:
-    (prompt,) = batch
-    return {"prompt": prompt}
+    trainer.train_from(checkpoint)
+    return trainer.history

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -63,11 +62,7 @@ def divergence(teacher: TopPredictions, logits: Tensor) -> Tensor:
     """Compute the Kullback-Leibler divergence (teacher || student) in nats, ``[n]``.
 
     Tokens outside the top k count as one token, so the result is a lower bound of the divergence
-    over the full vocabulary.
-
-    Args:
-        teacher: The teacher's predictions, on any device.
-        logits: The student's logits ``[n, vocab]``.
+    over the full vocabulary. ``logits``: The student's, ``[n, vocab]``.
     """
     tokens, log_probs = teacher.to(logits.device)
     student = log_probs_at(logits, tokens)
@@ -90,11 +85,8 @@ class TeacherAnswer(NamedTuple):
 
 
 class Teacher:
-    """Answers prompts in full mode, and stores the answers in files.
-
-    A file's name is a digest of everything that the answer depends on. Files are written
-    atomically, so an interrupted run resumes with the existing answers.
-    """
+    """Answers prompts in full mode, and stores the answers in files, whose names are digests of
+    everything that the answers depend on. An interrupted run resumes with the existing answers."""
 
     def __init__(self, model: BlockModel, folder: Path, max_new_tokens: int, top_k: int) -> None:
         self._model = model
@@ -108,50 +100,45 @@ class Teacher:
         self, prompts: Iterable[BlockPrompt], on_progress: Callable[[int, int], None]
     ) -> int:
         """Generate the missing answers, and return their number."""
-        flat = (self._model.tokenizer.prompt_ids(prompt).flat for prompt in prompts)
-        by_path = {self._path(ids): ids for ids in map(list, flat)}
-        for ids in by_path.values():
-            self._check_room(len(ids))
+        by_path = {self._path(ids): ids for ids in map(self._ids, prompts)}
         missing = [ids for path, ids in by_path.items() if _read(path) is None]
         done = len(by_path) - len(missing)
         for batch in _batches(missing, self._model.batch_tokens):
             on_progress(done, len(by_path))
-            for ids, answer in zip(batch, self.compute(batch), strict=True):
-                self._keep(self._path(ids), answer)
+            self._generate(batch)
             done += len(batch)
         on_progress(done, len(by_path))
         return len(missing)
 
     def __call__(self, prompt: BlockPrompt) -> TeacherAnswer:
-        ids = list(self._model.tokenizer.prompt_ids(prompt).flat)
-        answer = _read(self._path(ids))
-        if answer is None:
-            self._check_room(len(ids))
-            (answer,) = self.compute([ids])
-            self._keep(self._path(ids), answer)
+        return _read(self._path(self._ids(prompt))) or self.renew(prompt)
+
+    def renew(self, prompt: BlockPrompt) -> TeacherAnswer:
+        """Generate an answer, even if its file exists."""
+        (answer,) = self._generate([self._ids(prompt)])
         return answer
 
-    def seconds(self, prompt: BlockPrompt) -> float:
-        """Measure the seconds of an answer, which is generated even if its file exists."""
+    def _generate(self, batch: Sequence[list[int]]) -> list[TeacherAnswer]:
+        answers = self.compute(batch)
+        for ids, answer in zip(batch, answers, strict=True):
+            self._keep(self._path(ids), answer)
+        return answers
+
+    def _ids(self, prompt: BlockPrompt) -> list[int]:
+        """Token ids of a prompt, if there is room for an answer."""
         ids = list(self._model.tokenizer.prompt_ids(prompt).flat)
-        self._check_room(len(ids))
-        started = time.monotonic()
-        (answer,) = self.compute([ids])
-        seconds = time.monotonic() - started
-        self._keep(self._path(ids), answer)
-        return seconds
+        most = self._model.max_context_tokens
+        if len(ids) + self._max_new_tokens > most:
+            raise ContextOverflowError(
+                f"A prompt of {len(ids)} tokens with an answer of {self._max_new_tokens} tokens "
+                f"does not fit in the context window of {most} tokens; use fewer or shorter "
+                "passages"
+            )
+        return ids
 
     def _path(self, ids: Sequence[int]) -> Path:
         text = json.dumps([*self._made_by, *ids]).encode()
         return self._folder / f"{hashlib.sha256(text).hexdigest()}.safetensors"
-
-    def _check_room(self, tokens: int) -> None:
-        most = self._model.max_context_tokens
-        if tokens + self._max_new_tokens > most:
-            raise ContextOverflowError(
-                f"A prompt of {tokens} tokens with an answer of {self._max_new_tokens} tokens does "
-                f"not fit in the context window of {most} tokens; use fewer or shorter passages"
-            )
 
     def _keep(self, path: Path, answer: TeacherAnswer) -> None:
         tensors = {

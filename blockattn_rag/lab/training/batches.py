@@ -2,8 +2,7 @@
 
 Token *i* may attend to token *j* if *j* does not come after *i*, and *i* is in the same block as
 *j* or in the final block (Block-Attention, arXiv 2409.15355, figure 1). In full mode, the final
-block is the only block. The tokens of a sink (:mod:`blockattn_rag.prompts.sinks`) directly precede
-each block except the first and the final one, and only that block attends to them.
+block is the only block. Only the block that follows a sink attends to it.
 ``check.oracle.block_mask`` illustrates both cases.
 """
 
@@ -48,9 +47,7 @@ class TokenLayout(NamedTuple):
 def layout_mask(layout: TokenLayout, *, window: int | None = None) -> Tensor:
     """Create a bool mask ``[batch, 1, tokens, tokens]``, True where attention is allowed.
 
-    Args:
-        window: Sliding window of the layer, in places, including the token itself. Default: no
-            window.
+    ``window``: Sliding window in places, including the token itself.
     """
     block, place = layout.block[:, None], layout.place[:, None]
     query, key = block[..., :, None], block[..., None, :]
@@ -63,13 +60,11 @@ def layout_mask(layout: TokenLayout, *, window: int | None = None) -> Tensor:
 
 
 class ModelMasks:
-    """Builds the ``attention_mask`` that makes a transformers model use the block mask.
+    """Builds the ``attention_mask`` that makes a transformers model use the block mask, with
+    ``"eager"`` or ``"sdpa"`` attention.
 
     Windows are applied here, because models pass a four-dimensional mask unchanged to all layers,
     even to sliding-window layers. A model with several layer types accepts one mask per type.
-
-    Args:
-        implementation: The model's attention implementation: ``"eager"`` or ``"sdpa"``.
     """
 
     def __init__(self, config: Any, implementation: str) -> None:
@@ -92,19 +87,11 @@ class ModelMasks:
         self._windows = {kind: known[kind] for kind in kinds}
 
     def __call__(self, layout: TokenLayout, dtype: torch.dtype) -> Any:
-        """Return the mask, or a dict of masks by layer type if the model has several types."""
-        masks = {
-            kind: self._as_taken(layout_mask(layout, window=window), dtype)
-            for kind, window in self._windows.items()
-        }
+        masks = {kind: layout_mask(layout, window=window) for kind, window in self._windows.items()}
+        if self._is_eager:  # Eager attention adds the mask to the scores.
+            lowest = torch.finfo(dtype).min
+            masks = {kind: lowest * (~mask).to(dtype) for kind, mask in masks.items()}
         return masks if len(masks) > 1 else next(iter(masks.values()))
-
-    def _as_taken(self, mask: Tensor, dtype: torch.dtype) -> Tensor:
-        """Convert a mask to eager attention's format: 0 where visible, else the dtype's minimum."""
-        if not self._is_eager:
-            return mask
-        lowest = torch.finfo(dtype).min
-        return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, lowest)
 
 
 Item = Mapping[str, list[int]]
@@ -117,13 +104,10 @@ class ModeDataset(Dataset[Item]):
 
     Args:
         samples: A ``datasets.Dataset`` with the columns of ``EncodedSample``.
-        modes: ``("block", "full")`` as in the papers. In full mode, the final block is a sample's
-            only block.
         positions: ``"reordered"``: blocks have the positions of their places in the prompt.
             ``"composite"`` (TurboRAG's name for this ablation): each context block starts at
             position 0, and the final block starts after the total length of the context.
-        sink: Token ids before each block in block mode, except the first and the final one; see
-            :mod:`blockattn_rag.prompts.sinks`.
+        sink: Token ids before each block in block mode, except the first and the final one.
     """
 
     samples: Any
@@ -136,22 +120,19 @@ class ModeDataset(Dataset[Item]):
 
     def __getitem__(self, index: int) -> Item:
         sample = self.samples[index // len(self.modes)]
-        blocks = sample["block_lengths"]
+        ids, labels, blocks = (sample[name] for name in ("input_ids", "labels", "block_lengths"))
         if self.modes[index % len(self.modes)] == "full":
             blocks = [sum(blocks)]
-        return self._item(sample["input_ids"], sample["labels"], blocks)
-
-    def _item(self, ids: list[int], labels: list[int], blocks: Sequence[int]) -> Item:
         names = ("input_ids", "labels", *TokenLayout._fields)
         item: dict[str, list[int]] = {name: [] for name in names}
         start, last = 0, len(blocks) - 1
-        for index, length in enumerate(blocks):
-            sink = list(self.sink) if 0 < index < last else []
+        for at, length in enumerate(blocks):
+            sink = list(self.sink) if 0 < at < last else []
             end = start + length
             places = range(start - len(sink), end)
             # A moved block starts at position 0.
-            shift = start if self.positions == "composite" and index != last else 0
-            number = FINAL if index == last else index + 1
+            shift = start if self.positions == "composite" and at != last else 0
+            number = FINAL if at == last else at + 1
             item["input_ids"] += sink + ids[start:end]
             item["labels"] += [IGNORED] * len(sink) + labels[start:end]
             item["block"] += [-number] * len(sink) + [number] * length
@@ -194,27 +175,21 @@ class Collator:
 def batch_loss(
     masks: ModelMasks, dtype: torch.dtype, model: Any, batch: Mapping[str, Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Compute a batch's loss for ``LabTrainer``: sum over answer tokens, and their number."""
-    layout = TokenLayout(*(batch[name] for name in TokenLayout._fields))
-    total = summed_cross_entropy(model, batch, masks(layout, dtype))
-    return total, (batch["labels"] != IGNORED).sum()
-
-
-def summed_cross_entropy(model: Any, batch: Mapping[str, Tensor], mask: Any) -> Tensor:
-    """Return the summed cross-entropy of a batch's labels, predicted from the preceding tokens.
+    """Compute the summed cross-entropy of a batch's labels, and their number.
 
     Logits are computed only at positions with a label. With long contexts and large vocabularies,
     the logits of all positions would be the largest tensor in the step.
     """
-    labels = batch["labels"][:, 1:]
+    labels = batch["labels"][:, 1:]  # Each is predicted from the preceding tokens.
     columns = (labels != IGNORED).any(dim=0).nonzero().flatten()
     logits = model(
         input_ids=batch["input_ids"],
-        attention_mask=mask,
+        attention_mask=masks(TokenLayout(*(batch[name] for name in TokenLayout._fields)), dtype),
         position_ids=batch["position_ids"],
         use_cache=False,
         logits_to_keep=columns,
     ).logits
-    return F.cross_entropy(
+    total = F.cross_entropy(
         logits.flatten(0, 1).float(), labels[:, columns].flatten(), reduction="sum"
     )
+    return total, (batch["labels"] != IGNORED).sum()

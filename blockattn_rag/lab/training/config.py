@@ -1,4 +1,4 @@
-"""Settings of a fine-tuning run, with the papers' defaults. Does not import torch."""
+"""Settings of a fine-tuning run, with the papers' defaults."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, get_args, get_origin, get_type_hints
+from typing import Literal, get_args, get_origin, get_type_hints
 
 from blockattn_rag.engine.results import Mode
+from blockattn_rag.kv.context import Positions
 from blockattn_rag.prompts.checkpoints import format_for
 from blockattn_rag.prompts.sinks import NO_SINK, check_sink
-
-if TYPE_CHECKING:
-    from blockattn_rag.kv.context import Positions
 
 LearningRateSchedule = Literal["linear", "cosine", "constant"]
 
@@ -21,14 +19,12 @@ LearningRateSchedule = Literal["linear", "cosine", "constant"]
 # are compared by content.
 _INCIDENTAL = ("output", "train_data", "eval_data", "progress", "save_steps", "eval_steps")
 
-
-# Lower bounds of numeric settings, inclusive in _LEAST and exclusive in _ABOVE.
+# Least values of numeric settings.
 _LEAST = {
     **dict.fromkeys(("warmup_steps", "adam_beta2", "seed", "eval_steps"), 0),
     **dict.fromkeys(("blocks_per_turn", "max_steps", "batch_size"), 1),
     **dict.fromkeys(("per_device_batch_size", "save_steps", "lora_rank"), 1),
 }
-_ABOVE = {"epochs": 0, "learning_rate": 0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,10 +89,17 @@ class FinetuneConfig:
             raise ValueError(
                 f"Invalid modes {self.modes!r}: expected distinct values from {get_args(Mode)}"
             )
-        for name, choices in _choices().items():
-            if (value := getattr(self, name)) not in choices:
+        for name, hint in get_type_hints(FinetuneConfig).items():
+            choices = get_args(hint) if get_origin(hint) is Literal else ()
+            if choices and (value := getattr(self, name)) not in choices:
                 raise ValueError(f"Unknown {name} {value!r}: expected one of {choices}")
-        self._check_bounds()
+        for name, least in _LEAST.items():
+            value = getattr(self, name)
+            if value is not None and not least <= value < math.inf:
+                raise ValueError(f"Invalid {name} {value}: expected {least} or more")
+        for name in ("epochs", "learning_rate"):
+            if not 0 < (value := getattr(self, name)) < math.inf:
+                raise ValueError(f"Invalid {name} {value}: expected above 0")
         if self.adam_beta2 >= 1 or self.seed >= 2**32:  # Limit of numpy's seeds.
             raise ValueError(
                 f"Invalid adam_beta2 {self.adam_beta2} or seed {self.seed}: expected adam_beta2 "
@@ -111,16 +114,6 @@ class FinetuneConfig:
         if not Path(self.output).name.strip("."):
             raise ValueError(f"Invalid output {str(self.output)!r}: expected the name of a folder")
 
-    def _check_bounds(self) -> None:
-        for name in (*_LEAST, *_ABOVE):
-            value = getattr(self, name)
-            if value is None:
-                continue
-            fits = value >= _LEAST[name] if name in _LEAST else value > _ABOVE[name]
-            if not (math.isfinite(value) and fits):
-                bound = f"{_LEAST[name]} or more" if name in _LEAST else f"above {_ABOVE[name]}"
-                raise ValueError(f"Invalid {name} {value}: expected {bound}")
-
     @property
     def marker(self) -> dict[str, object]:
         """Config entry that marks the model as block-fine-tuned."""
@@ -129,11 +122,3 @@ class FinetuneConfig:
 
     def decisive(self) -> dict[str, object]:
         return {k: v for k, v in asdict(self).items() if k not in _INCIDENTAL}
-
-
-def _choices() -> dict[str, tuple[str, ...]]:
-    """Return the allowed values of each setting with a ``Literal`` type."""
-    from blockattn_rag.kv.context import Positions  # Imported lazily, because it loads torch.
-
-    hints = get_type_hints(FinetuneConfig, localns={"Positions": Positions})
-    return {name: get_args(hint) for name, hint in hints.items() if get_origin(hint) is Literal}

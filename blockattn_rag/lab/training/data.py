@@ -22,7 +22,7 @@ of turn, or EOS) is also trained on.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -61,10 +61,8 @@ class EncodedSample:
     """Token ids of a sample.
 
     Args:
-        input_ids: All tokens, in order.
         labels: ``input_ids`` of the tokens to train on, ``-100`` for all others. Not shifted.
-        block_lengths: Number of tokens in each block. The last one is the final block with its
-            answers.
+        block_lengths: Number of tokens in each block, the final block with its answers last.
     """
 
     input_ids: list[int]
@@ -72,23 +70,24 @@ class EncodedSample:
     block_lengths: list[int]
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class DataReport:
-    """Counts of samples and tokens that were read."""
+    """Counts of samples, of samples with a context, and of tokens."""
 
     samples: int = 0
     with_context: int = 0
     tokens: int = 0
 
+    @classmethod
+    def of(cls, block_lengths: Iterable[Sequence[int]]) -> DataReport:
+        samples = list(block_lengths)
+        return cls(len(samples), sum(len(b) > 1 for b in samples), sum(map(sum, samples)))
+
 
 class SampleEncoder:
-    """Encodes records with a tokenizer and a prompt format.
+    """Encodes records with a tokenizer and a prompt format for records with passages.
 
-    Args:
-        prompt: Prompt format for records with passages, or its name.
-        blocks_per_turn: Maximum number of blocks that a turn of ``messages`` is split into; see
-            :func:`~blockattn_rag.prompts.segmentation.conversation`.
-        max_tokens: Maximum length of a sample in tokens. Default: no limit.
+    Turns of ``messages`` are split into at most ``blocks_per_turn`` blocks.
     """
 
     def __init__(
@@ -108,7 +107,6 @@ class SampleEncoder:
         self._end = self.tokenizer.final_ids(self._end_text, first=False)
 
     def encode_record(self, record: object) -> EncodedSample:
-        """Encode a training record of any kind to token ids and labels."""
         try:
             sample = self.parse(record)
         except SegmentationError as error:
@@ -137,7 +135,7 @@ class SampleEncoder:
         )
 
     def encode(self, sample: TrainingSample) -> EncodedSample:
-        """Encode a sample block by block, as the engine does. Answers belong to the final block."""
+        """Encode a sample block by block, as the engine does, with answers in the final block."""
         context, final = self.tokenizer.prompt_ids(sample.prompt)
         labels = [IGNORED] * len(final)
         for text, answer in [("", sample.answer), *sample.further]:
@@ -171,8 +169,7 @@ class SampleEncoder:
         return TrainingSample(prompt, answer["content"])
 
     def _parse_passages(self, fields: JsonRecord) -> TrainingSample:
-        records = passages_of(fields, may_be_empty=True)
-        passages = [formats.Passage(record.title, record.text) for record in records]
+        passages = passages_of(fields, may_be_empty=True)
         (question, answer), *later = _turns(fields, "question", "answer")
         prompt = self.format.prompt(question, passages, self.hf_tokenizer)
         return TrainingSample(prompt, answer, tuple((self._follow_up(q), a) for q, a in later))
@@ -184,17 +181,12 @@ class SampleEncoder:
 
 
 def read_training_samples(
-    files: Iterable[str | Path], encoder: SampleEncoder, report: DataReport | None = None
+    files: Iterable[str | Path], encoder: SampleEncoder
 ) -> Iterator[EncodedSample]:
     """Stream the samples of plain or gzip JSON Lines files, skipping blank lines."""
-    report = DataReport() if report is None else report
-    for path in map(Path, files):
+    for path in files:
         encoded = parsed_lines(path, lambda line, _: encoder.encode_record(line), may_be_empty=True)
-        for _, sample in encoded:
-            report.samples += 1
-            report.with_context += len(sample.block_lengths) > 1
-            report.tokens += len(sample.input_ids)
-            yield sample
+        yield from (sample for _, sample in encoded)
 
 
 def _parse_blocks(fields: JsonRecord) -> TrainingSample:
@@ -222,9 +214,7 @@ def _block(item: object, where: str) -> Block:
 
 def _turns(fields: JsonRecord, asked: str, answered: str) -> list[tuple[str, str]]:
     """Return the questions and answers in a record's ``turns``, or in the record itself."""
-    if "turns" not in fields:
-        return [(required_text(fields, asked), required_text(fields, answered))]
-    turns = _objects(fields, "turns")
+    turns = _objects(fields, "turns") if "turns" in fields else [(fields, "")]
     return [
         (required_text(turn, asked, where), required_text(turn, answered, where))
         for turn, where in turns

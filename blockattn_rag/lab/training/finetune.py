@@ -75,24 +75,15 @@ def finetune(config: FinetuneConfig) -> FinetuneReport:
     settings, process = check_folders(config), PartialState()
     process.wait_for_everyone()  # All processes must check before any of them writes.
     folder = work.work_of(config.output)
-
-    def has_checkpoint() -> bool:
-        return any((folder / work.CHECKPOINTS).glob("checkpoint-*"))
-
-    opened = work.work_folder(folder, settings, lambda _: has_checkpoint())
+    saved = folder / work.CHECKPOINTS
+    opened = work.work_folder(folder, settings, lambda _: any(saved.glob("checkpoint-*")))
     with opened if process.is_main_process else nullcontext():
         return _run(config, folder, arguments)
 
 
-# -- before the run ----------------------------------------------------------------------------
-
-
 def check_folders(config: FinetuneConfig) -> dict[str, Any]:
-    """Check that output and work folder can be written, before any computation.
-
-    Returns:
-        The settings that affect the result, with the digests of the data files.
-    """
+    """Check that output and work folder can be written, before any computation. Returns the
+    settings that affect the result, with the digests of the data files."""
     settings = {
         **config.decisive(),
         "training data": [*map(_digest, config.train_data)],
@@ -142,9 +133,6 @@ def _arguments(config: FinetuneConfig) -> TrainingArguments:
     return arguments
 
 
-# -- the run -----------------------------------------------------------------------------------
-
-
 def _run(config: FinetuneConfig, folder: Path, arguments: TrainingArguments) -> FinetuneReport:
     tokenizer = load_tokenizer(config.model)
     model = _load_model(config)
@@ -155,8 +143,9 @@ def _run(config: FinetuneConfig, folder: Path, arguments: TrainingArguments) -> 
         max_tokens=getattr(model.config, "max_position_embeddings", None),
     )
     with arguments.main_process_first(local=False):
-        train, train_report = _encoded(config.train_data, folder / "train.arrow", encoder)
-        held, _ = _encoded(config.eval_data, folder / "eval.arrow", encoder)
+        train = _encoded(config.train_data, folder / "train.arrow", encoder)
+        held = _encoded(config.eval_data, folder / "eval.arrow", encoder)
+    train_report = DataReport.of(train["block_lengths"])
     if "block" in config.modes:
         _check_context(train_report)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
@@ -170,7 +159,6 @@ def _run(config: FinetuneConfig, folder: Path, arguments: TrainingArguments) -> 
         train_dataset=items,
         data_collator=Collator(pad or 0),
         lengths=items.token_counts(),
-        show_progress=config.progress,
         eval_dataset={m: ModeDataset(held, [m], *how) for m in config.modes} if held else None,
     )
     started = time.monotonic()
@@ -230,22 +218,20 @@ def _with_adapters(model: Any, config: FinetuneConfig) -> Any:
     return peft.get_peft_model(model, adapters)
 
 
-def _encoded(
-    files: Sequence[str | Path], path: Path, encoder: SampleEncoder
-) -> tuple[Any, DataReport]:
+def _encoded(files: Sequence[str | Path], path: Path, encoder: SampleEncoder) -> Any:
     """Encode files as a memory-mapped ``datasets.Dataset``, which is written by one process."""
-    report, listing = DataReport(), path.with_suffix(".json")
     if not files:
-        return [], report
+        return []
     if PartialState().is_main_process:
         with ArrowWriter(path=str(path)) as writer:
-            for sample in read_training_samples(files, encoder, report):
+            is_empty = True
+            for sample in read_training_samples(files, encoder):
                 writer.write(dataclasses.asdict(sample))
-            if not report.samples:
+                is_empty = False
+            if is_empty:
                 raise DataError(f"Found no sample in {', '.join(map(str, files))}")
             writer.finalize()
-        write_json(listing, dataclasses.asdict(report))
-    return Dataset.from_file(str(path)), DataReport(**json.loads(listing.read_text("utf-8")))
+    return Dataset.from_file(str(path))
 
 
 def _check_context(report: DataReport) -> None:
@@ -262,9 +248,6 @@ def _check_context(report: DataReport) -> None:
             report.with_context,
             report.samples,
         )
-
-
-# -- the result --------------------------------------------------------------------------------
 
 
 def publish(
@@ -306,10 +289,8 @@ def publish(
 
 
 def _base_of_adapter(model: str) -> dict[str, str]:
-    """Return an adapter's base name, if peft would record a path that is valid only on this
-    machine.
-
-    Such paths are the folder of a model in a package, and the cache of a GGUF file."""
+    """Name of an adapter's base model, if peft would record a path that is valid only on this
+    machine: the folder of a model in a package, or the cache of a GGUF file."""
     path = Path(model).expanduser()
     if model in (BUNDLED, SMOLLM2):
         return {"base_model": model}

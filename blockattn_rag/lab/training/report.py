@@ -57,10 +57,7 @@ class FinetuneReport:
 
     @property
     def eval_losses(self) -> dict[str, tuple[float, float]]:
-        """Loss on the evaluation data's answers before and after training, by mode.
-
-        Empty if there is no evaluation data.
-        """
+        """Loss on the evaluation data before and after training, by mode. Empty without data."""
         evaluated = [entry for entry in self.history if "loss" not in entry] or [{}]
         first, last = evaluated[0], evaluated[-1]
         return {
@@ -113,7 +110,6 @@ def write_plot(history: Sequence[Mapping[str, float]], path: Path) -> None:
 
 
 def draw_losses(axes: Any, history: Sequence[Mapping[str, float]]) -> None:
-    """Draw the training loss and all evaluation losses by step."""
     for key in sorted({k for entry in history for k in entry} - {"step"}):
         points = [(entry["step"], entry[key]) for entry in history if key in entry]
         label = "training" if key == "loss" else key.removeprefix("eval_").replace("_", " ")

@@ -10,20 +10,25 @@ import pytest
 import torch
 
 from blockattn_rag.check.oracle import oracle_logits
-from blockattn_rag.engine.engine import BlockAttentionEngine
-from blockattn_rag.engine.recipe import Recipe
+from blockattn_rag.engine import BlockAttentionEngine, Recipe
 from blockattn_rag.errors import ContextOverflowError, DataError
 from blockattn_rag.lab.evaluation import fidelity
 from blockattn_rag.lab.evaluation.accuracy import make_prompt
 from blockattn_rag.lab.evaluation.datasets import EvaluationSample, read_samples
-from blockattn_rag.lab.evaluation.fidelity import FidelityReport, full_answer, measure_fidelity
-from blockattn_rag.prompts.blocks import BlockPrompt
-from blockattn_rag.prompts.formats import CHAT
+from blockattn_rag.lab.evaluation.fidelity import (
+    FidelityReport,
+    full_answer,
+    measure_fidelity,
+    read_log,
+)
+from blockattn_rag.prompts import CHAT, BlockPrompt
 from blockattn_rag.prompts.sinks import sink_ids
 from tests.engines import tuned_engine
 from tests.lab.evaluation.samples import record, write_jsonl
 
 NEW = 4
+PROMPTS = [["You answer.\n", f"Tower {n} is {n}00 metres high.\n", f"How high is {n}?"]
+           for n in range(1, 4)]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -186,3 +191,40 @@ def test_an_answer_that_exceeds_the_context_window_is_refused(engine: BlockAtten
         engine.answer_logits(["a", "b" * (room - 4)], [1, 2, 3])
     with pytest.raises(ValueError, match="answer_ids is empty"):
         engine.answer_logits(["a", "b"], [])
+
+
+def test_logged_prompts_are_compared_along_the_full_answer(
+    engine: BlockAttentionEngine, tmp_path: Path
+) -> None:
+    log = read_log(write_jsonl(tmp_path / "log.jsonl", ({"prompt": one} for one in PROMPTS)))
+    report = measure_fidelity(engine, log, ("none", "head:4"), max_new_tokens=4)
+    assert [row.mode for row in report.results] == ["floor", "none", "head:4"]
+    for prompt, found in zip(PROMPTS, report.records[3:6], strict=True):
+        full = engine.generate(prompt, mode="full", max_new_tokens=4)
+        block = engine.answer_logits(prompt, full.token_ids, recipe="none").argmax(-1)
+        agreement = (block.tolist()[i] == token for i, token in enumerate(full.token_ids))
+        assert found.agreement == pytest.approx(sum(agreement) / len(full.token_ids))
+    assert report["floor"].identical.mean == 1
+    assert report["none"].kl.mean > 1e-4
+
+
+def test_ids_are_read_from_the_log_or_are_line_numbers(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "log", [{"prompt": ["a", "b"], "id": "x"}, {"prompt": ["c"]}])
+    log = read_log(path)
+    assert [(one.id, one.texts) for one in log] == [("x", ("a", "b")), ("2", ("c",))]
+
+
+@pytest.mark.parametrize(
+    ("records", "message"),
+    [
+        ([], "is empty: expected one JSON object per line"),
+        ([{"blocks": ["a"]}], "line 1: Missing key 'prompt', found 'blocks'"),
+        ([{"prompt": ["a", " "]}], r"line 1: Found an empty 'prompt\[1\]'"),
+        ([{"prompt": ["a"], "id": 1}, {"prompt": ["b"], "id": "1"}], "line 2: duplicate id '1'"),
+    ],
+)
+def test_invalid_lines_of_a_log_are_reported(
+    tmp_path: Path, records: list[Any], message: str
+) -> None:
+    with pytest.raises(DataError, match=message):
+        read_log(write_jsonl(tmp_path / "log.jsonl", records))

@@ -12,11 +12,8 @@ from blockattn_rag.lab.evaluation.metrics import (
 )
 
 
-def test_normalizing_drops_case_punctuation_articles_and_extra_spaces() -> None:
+def test_normalizing_drops_case_punctuation_spaces_and_articles_but_not_the_whole_answer() -> None:
     assert normalize_answer("  The  Tower, of\tA. Hill! ") == "tower of hill"
-
-
-def test_an_answer_of_articles_only_is_not_normalized_to_nothing() -> None:
     assert normalize_answer("A") == "a"
     assert contains_answer("nothing of the kind: b", ["A"]) == 0.0
 
@@ -50,11 +47,8 @@ def test_the_bootstrap_is_deterministic_and_covers_the_mean() -> None:
     assert interval.high == pytest.approx(0.696, abs=0.02)
 
 
-def test_equal_values_have_no_spread() -> None:
+def test_equal_values_have_no_spread_and_no_values_are_refused() -> None:
     assert bootstrap_mean([1.0, 1.0]) == (1.0, 1.0, 1.0)
-
-
-def test_the_bootstrap_refuses_no_values() -> None:
     with pytest.raises(ValueError, match="at least one value"):
         bootstrap_mean([])
 

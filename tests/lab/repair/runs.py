@@ -12,12 +12,10 @@ from typing import Any
 import torch
 
 from blockattn_rag.engine.recipe import Recipe
-from blockattn_rag.lab.evaluation.collection import TOLERANCE
 from blockattn_rag.lab.repair.compare import Comparer
 from blockattn_rag.lab.repair.data import Material, Question
 from blockattn_rag.lab.repair.plan import LIMITS, Speeds
 from blockattn_rag.lab.repair.run import repair
-from blockattn_rag.lab.repair.stages import Progress
 from blockattn_rag.model import BlockModel
 from blockattn_rag.prompts.formats import CHAT, Passage
 from tests.models import tiny_model, tiny_tokenizer
@@ -56,20 +54,14 @@ def material(model: BlockModel, **changes: Any) -> Material:
     return Material(**settings)
 
 
-def repaired(
-    model: BlockModel, output: Path, on_progress: Progress = lambda *_: None, **changes: Any
-) -> Recipe:
-    """Run a quick repair. Returns its recipe."""
+_OPTIONS = ("limits", "minutes", "on_progress", "tolerance")
+
+
+def repaired(model: BlockModel, output: Path, **changes: Any) -> Recipe:
+    """Run a quick repair, with changed options or material. Returns its recipe."""
     torch.manual_seed(0)
-    tolerance = changes.pop("tolerance", TOLERANCE)
-    return repair(
-        model,
-        material(model, **changes),
-        output,
-        limits=QUICK,
-        on_progress=on_progress,
-        tolerance=tolerance,
-    )
+    options = {"limits": QUICK, **{k: changes.pop(k) for k in _OPTIONS if k in changes}}
+    return repair(model, material(model, **changes), output, **options)
 
 
 def _die(*_: Any, **__: Any) -> None:

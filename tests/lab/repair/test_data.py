@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,8 @@ from blockattn_rag.lab.repair.data import (
     read_passages,
     read_questions,
 )
-from blockattn_rag.prompts.blocks import BlockPrompt
-from blockattn_rag.prompts.formats import Passage
+from blockattn_rag.prompts import BlockPrompt, Passage
+from tests.lab.evaluation.samples import write_jsonl
 
 PASSAGES = [Passage(f"t{number}", f"text {number}") for number in range(6)]
 QUESTIONS = [
@@ -46,9 +45,11 @@ def test_the_seed_determines_the_samples() -> None:
     assert draw_samples(QUESTIONS, 9, 1, 4, 1) != draw_samples(QUESTIONS, 9, 1, 4, 2)
 
 
-def test_samples_of_questions_with_few_passages_contain_all_of_them() -> None:
-    lone = Question("why so?", tuple(PASSAGES[:2]))
-    assert [len(s.passages) for s in draw_samples([lone], 3, 5, 5, 0)] == [2, 2, 2]
+def test_samples_of_questions_with_few_passages_contain_all_of_them_and_the_answers() -> None:
+    lone = Question("why so?", tuple(PASSAGES[:2]), ("so", "thus"))
+    samples = draw_samples([lone], 3, 5, 5, 0)
+    assert [len(sample.passages) for sample in samples] == [2, 2, 2]
+    assert samples[0].answers == ("so", "thus")
 
 
 def test_questions_are_distinct_ignoring_case_in_an_order_of_the_seed() -> None:
@@ -60,11 +61,6 @@ def test_questions_are_distinct_ignoring_case_in_an_order_of_the_seed() -> None:
     assert found != distinct_questions(found, seed=1)
 
 
-def test_samples_keep_the_expected_answers() -> None:
-    known = Question("why so?", tuple(PASSAGES[:2]), ("so", "thus"))
-    assert draw_samples([known], 1, 1, 2, 0)[0].answers == ("so", "thus")
-
-
 @pytest.mark.parametrize(("text", "passages"), [(" ", PASSAGES), ("what?", [])])
 def test_a_question_without_text_or_passages_is_refused(text: str, passages: list[Passage]) -> None:
     with pytest.raises(DataError, match="Expected a question with at least one passage"):
@@ -74,18 +70,13 @@ def test_a_question_without_text_or_passages_is_refused(text: str, passages: lis
 ONE, TWO = Passage("one", "the first"), Passage("", "the second")
 
 
-def write(path: Path, *lines: Any) -> Path:
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    return path
-
-
 def nearest(text: str, count: int) -> Sequence[Passage]:
     return [TWO, ONE][:count]
 
 
 def test_duplicate_passages_are_read_once(tmp_path: Path) -> None:
     lines = {"title": "one", "text": " the first\n"}, {"text": "the second", "id": 3}
-    assert read_passages(write(tmp_path / "p.jsonl", *lines, lines[0])) == [ONE, TWO]
+    assert read_passages(write_jsonl(tmp_path / "p.jsonl", [*lines, lines[0]])) == [ONE, TWO]
 
 
 def test_questions_use_their_own_passages_gold_first_or_the_nearest(tmp_path: Path) -> None:
@@ -94,7 +85,8 @@ def test_questions_use_their_own_passages_gold_first_or_the_nearest(tmp_path: Pa
         "answers": ["x", "y"],
         "passages": [{"title": "one", "text": "the first"}, {"text": "the second", "gold": True}],
     }
-    first, second = read_questions(write(tmp_path / "q", own, {"question": "why?"}), nearest, 1)
+    path = write_jsonl(tmp_path / "q", [own, {"question": "why?"}])
+    first, second = read_questions(path, nearest, 1)
     assert (first.text, first.passages, first.answers) == ("which?", (TWO, ONE), ("x", "y"))
     assert (second.text, second.passages, second.answers) == ("why?", (TWO,), ())
 
@@ -105,25 +97,15 @@ def test_questions_use_their_own_passages_gold_first_or_the_nearest(tmp_path: Pa
         ({"question": " "}, "line 1: Found an empty 'question'"),
         ({"passages": []}, "line 1: Missing key 'question'"),
         (
-            {"question": "q?", "passages": [{"title": "x"}]},
-            r"line 1: Missing key 'passages\[0\].text'",
-        ),
-        (
             {"question": "q?", "passages": [{"text": "x", "gold": 1}]},
             r"'passages\[0\].gold' of a number",
         ),
         ({"question": "q?"}, "line 1: A question has no passages; add"),
-        ([], "line 1: Found a record of a list, expected an object"),
     ],
 )
 def test_reports_invalid_lines_by_number(tmp_path: Path, line: Any, message: str) -> None:
     with pytest.raises(DataError, match=message):
-        read_questions(write(tmp_path / "q.jsonl", line), None, 3)
-
-
-def test_a_file_without_lines_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="is empty: expected one"):
-        read_passages(write(tmp_path / "p.jsonl"))
+        read_questions(write_jsonl(tmp_path / "q.jsonl", [line]), None, 3)
 
 
 def test_titles_of_passages_are_part_of_the_input_of_a_run() -> None:

@@ -76,11 +76,8 @@ def test_too_few_questions_and_too_little_time_are_refused() -> None:
     times = r": 0.0 minutes are left, but 0.\d are .* takes 2.5 s.* at least 2 minutes"
     with pytest.raises(DataError, match=times):
         plan(1)
-
-
-def test_an_overdue_repair_is_refused_without_reporting_negative_times() -> None:
     with pytest.raises(DataError, match=r": 0.0 minutes are left, but \d"):
-        plan(-24)
+        plan(-24)  # The repair is overdue. Negative times are not reported.
 
 
 def test_speeds_of_longer_prompts_are_estimated() -> None:

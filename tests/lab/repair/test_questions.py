@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,9 @@ from blockattn_rag.engine.engine import BlockAttentionEngine
 from blockattn_rag.errors import DataError
 from blockattn_rag.lab.repair import data
 from blockattn_rag.lab.repair.data import Question, clean_question, write_questions
-from blockattn_rag.prompts.blocks import BlockPrompt
-from blockattn_rag.prompts.formats import Passage
-from tests.lab.repair.runs import PASSAGES, block_model, nearest
+from blockattn_rag.lab.repair.plan import LIMITS
+from blockattn_rag.prompts import BlockPrompt, Passage
+from tests.lab.repair.runs import PASSAGES, block_model, material, nearest
 
 
 class Writer:
@@ -48,10 +49,10 @@ def writer(engine: BlockAttentionEngine) -> Any:
 
 
 def write(writer: Any, path: Path, count: int = 6, **changes: Any) -> list[Question]:
-    arguments = {"passages": PASSAGES, "nearest": nearest, "num_passages": 3, "seed": 0, **changes}
-    return write_questions(
-        writer, count=count, path=path / "q.jsonl", on_progress=lambda *_: None, **arguments
-    )
+    passages = changes.pop("passages", PASSAGES)
+    given = material(writer.model, questions=None, passages=passages, nearest=nearest)
+    limits = replace(LIMITS, questions=count, passages=2)
+    return write_questions(writer, given, limits, path / "q.jsonl", lambda *_: None, **changes)
 
 
 @pytest.mark.parametrize(
@@ -118,9 +119,7 @@ def test_a_damaged_file_is_reported(writer: Any, tmp_path: Path) -> None:
 def test_no_usable_questions_raise_an_error(
     writer: Any, tmp_path: Path, passages: list[Passage]
 ) -> None:
-    with pytest.raises(
-        DataError, match=r"There are no passages|no usable question from 1 passages"
-    ):
+    with pytest.raises(DataError, match=r"no passages to write|no usable question from 1"):
         write(writer, tmp_path, passages=passages)
 
 

@@ -11,17 +11,16 @@ from collections.abc import Mapping
 from dataclasses import replace
 from itertools import chain, count, repeat
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
-from blockattn_rag.engine.engine import BlockAttentionEngine
+from blockattn_rag.engine import BlockAttentionEngine, Recipe
 from blockattn_rag.engine.find_recipe import resolve_recipe
-from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.errors import DataError
 from blockattn_rag.lab.evaluation.metrics import contains_answer
-from blockattn_rag.lab.repair import data, run, stages, student
+from blockattn_rag.lab.repair import data, stages, student
 from blockattn_rag.lab.repair.closed_form import no_correction
 from blockattn_rag.lab.repair.compare import Comparer
 from blockattn_rag.lab.repair.data import distinct_questions
@@ -64,20 +63,24 @@ def model() -> BlockModel:
     return block_model()
 
 
+@pytest.fixture
+def output(tmp_path: Path) -> Path:
+    return tmp_path / "recipe"
+
+
+class Finished(NamedTuple):
+    """Folder and recipe of a finished repair."""
+
+    output: Path
+    recipe: Recipe
+
+
 @pytest.fixture(scope="module")
-def finished(
-    model: BlockModel, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Path, Recipe, dict[str, tuple[int, int]]]:
-    """Folder, recipe and stages of a finished repair."""
+def finished(model: BlockModel, tmp_path_factory: pytest.TempPathFactory) -> Finished:
     output = tmp_path_factory.mktemp("finished") / "recipe"
-    stages: dict[str, tuple[int, int]] = {}
-
-    def on_progress(stage: str, done: int, total: int) -> None:
-        stages[stage] = done, total
-
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(Repair, "speeds", lambda *_: FAST)
-        return output, repaired(model, output, on_progress), stages
+        return Finished(output, repaired(model, output))
 
 
 def measured_steps(report: Mapping[str, Any]) -> list[float]:
@@ -85,10 +88,8 @@ def measured_steps(report: Mapping[str, Any]) -> list[float]:
 
 
 class TestResult:
-    def test_the_best_recipe_is_saved(
-        self, model: BlockModel, finished: tuple[Path, Recipe, Any]
-    ) -> None:
-        output, recipe, _ = finished
+    def test_the_best_recipe_is_saved(self, model: BlockModel, finished: Finished) -> None:
+        output, recipe = finished
         assert recipe.adapter is not None
         assert recipe.sink == "head:4"
         assert recipe.fingerprints == (model.fingerprint,)
@@ -102,8 +103,8 @@ class TestResult:
         full = BlockAttentionEngine(model).answer_logits(PROMPT, [70, 80], mode="full")
         assert (logits["recipe"] - full).norm() < 0.5 * (logits["none"] - full).norm()
 
-    def test_measures_on_held_out_questions(self, finished: tuple[Path, Recipe, Any]) -> None:
-        output, recipe, _ = finished
+    def test_measures_on_held_out_questions(self, finished: Finished) -> None:
+        output, recipe = finished
         report = json.loads((output / "recipe.json").read_text("utf-8"))["report"]
         assert report == json.loads(json.dumps(recipe.report))
         names = [one["name"] for one in report["candidates"]]
@@ -121,12 +122,12 @@ class TestResult:
         assert plot.read_bytes().startswith(b"\x89PNG")
 
     def test_a_recipe_in_use_is_kept_unless_another_is_better(
-        self, finished: tuple[Path, Recipe, Any], model: BlockModel, tmp_path: Path
+        self, finished: Finished, model: BlockModel, output: Path
     ) -> None:
         """The time limit of this repair is too short for finding a better recipe."""
-        _, good, _ = finished
+        good = finished.recipe
         hasty = replace(QUICK, samples=0, closed_form=2)
-        kept = run.repair(model, material(model, in_use=good), tmp_path / "recipe", limits=hasty)
+        kept = repaired(model, output, in_use=good, limits=hasty)
         assert "in use" in [one["name"] for one in kept.report["candidates"]]
         assert kept.adapter is not None
         assert figures(kept.report)[1].endswith(
@@ -157,17 +158,14 @@ class TestResult:
         assert figures(report)[3].startswith(f"Right answers: full {right}, block ")
 
     def test_without_matplotlib_there_is_a_warning_and_no_plot(
-        self,
-        finished: tuple[Path, Recipe, Any],
-        monkeypatch: pytest.MonkeyPatch,
-        caplog: pytest.LogCaptureFixture,
+        self, finished: Finished, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
         monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-        assert plot(finished[1].report) is None
+        assert plot(finished.recipe.report) is None
         assert "Plot skipped, because it requires matplotlib" in caplog.text
 
     def test_models_that_cannot_recompute_tokens_get_recipes_without_it(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, output: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         own_code = tiny_model("falcon", new_decoder_architecture=True, num_kv_heads=2, alibi=False)
         falcon = BlockModel(own_code, tiny_tokenizer(), name="tiny")
@@ -180,7 +178,7 @@ class TestResult:
             return for_time(*args, recipes=recipes, **options)
 
         monkeypatch.setattr(RepairPlan, "for_time", noting)
-        report = repaired(falcon, tmp_path / "recipe").report
+        report = repaired(falcon, output).report
         names = [candidate["name"] for candidate in report["candidates"]]
         assert planned == [5]
         assert len(names) <= 5
@@ -189,9 +187,9 @@ class TestResult:
 
     @pytest.mark.parametrize("tolerance", [0.0, 1.0])
     def test_the_tolerance_decides_what_a_recipe_may_cost(
-        self, model: BlockModel, tmp_path: Path, tolerance: float
+        self, model: BlockModel, output: Path, tolerance: float
     ) -> None:
-        recipe = repaired(model, tmp_path / "recipe", tolerance=tolerance)
+        recipe = repaired(model, output, tolerance=tolerance)
         shares = recipe.report["shares"]
         free, *costly = shares
         expected = free if tolerance == 0 else max(shares, key=lambda name: shares[name])
@@ -203,7 +201,7 @@ class TestResult:
     def test_training_is_skipped_if_an_adapter_does_not_help(
         self,
         model: BlockModel,
-        tmp_path: Path,
+        output: Path,
         monkeypatch: pytest.MonkeyPatch,
         caplog: pytest.LogCaptureFixture,
     ) -> None:
@@ -214,17 +212,17 @@ class TestResult:
         compare = Comparer.compare
         monkeypatch.setattr(Comparer, "compare", useless)
         stages: list[str] = []
-        recipe = repaired(model, tmp_path / "recipe", lambda stage, *_: stages.append(stage))
+        recipe = repaired(model, output, on_progress=lambda stage, *_: stages.append(stage))
         assert "An adapter does not improve tiny: on 3 questions, the divergence" in caplog.text
         assert "training" not in stages
         assert recipe.adapter is None
         assert recipe.report["plan"]["samples"] == 0
 
     def test_the_trained_adapter_is_the_best_measured_checkpoint(
-        self, model: BlockModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, model: BlockModel, output: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(student, "LEARNING_RATE", 1.0)
-        report = repaired(model, tmp_path / "recipe").report
+        report = repaired(model, output).report
         losses = [entry["eval_loss"] for entry in report["curve"] if "eval_loss" in entry]
         trained = next(one for one in report["candidates"] if one["name"] == "head:4 + trained")
         # Measured on the same three questions, on a different path.
@@ -240,20 +238,18 @@ def held_out(model: BlockModel, work: Path, number: int) -> Any:
 
 class TestMaterial:
     def test_the_model_writes_questions_from_passages(
-        self, model: BlockModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, model: BlockModel, output: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         # The tiny model writes no questions, so each output is replaced by one.
         numbers = count()
         monkeypatch.setattr(data, "clean_question", lambda _: f"what is {next(numbers)}?")
         many = [*PASSAGES, *(replace(one, title=f"more {one.title}") for one in PASSAGES)]
-        report = repaired(
-            model, tmp_path / "recipe", questions=None, passages=many, nearest=nearest
-        ).report
+        report = repaired(model, output, questions=None, passages=many, nearest=nearest).report
         assert report["written"]
         assert report["questions"] == 12
 
     def test_the_lender_store_is_read_and_never_written(
-        self, model: BlockModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, model: BlockModel, output: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         lender = MemoryStore(1 << 26)
         engine = BlockAttentionEngine(model, lender, recipe="head:4", namespace="tenant")
@@ -271,7 +267,7 @@ class TestMaterial:
         monkeypatch.setattr(
             stages, "fit_correction", lambda m, *_, **k: no_correction(m, k["sink"])
         )
-        repaired(model, tmp_path / "recipe", lender=lender, namespace="tenant")
+        repaired(model, output, lender=lender, namespace="tenant")
         assert set(lender.keys()) == before
         # No passage was encoded again with the lender's sink. Recomputation uses a different sink.
         assert not [ids for ids in computed if len(ids) == 4]
@@ -304,7 +300,7 @@ class TestMaterial:
             repaired(model, tmp_path / "recipe", questions=questions)
         assert list(tmp_path.iterdir()) == []
 
-    def test_prompts_of_one_block_are_refused(self, tmp_path: Path) -> None:
+    def test_prompts_of_one_block_are_refused(self, output: Path) -> None:
         bare = PromptFormat("bare", "", "", "{text}", BLANK_LINE, "{question}")
         plain = tiny_tokenizer(chat=False)
         model = BlockModel(tiny_model(num_hidden_layers=2), plain, name="tiny")
@@ -313,36 +309,50 @@ class TestMaterial:
             return bare.prompt(question, passages[:1], plain)
 
         with pytest.raises(DataError, match="a prompt with a single context block"):
-            repaired(model, tmp_path / "recipe", prompt=prompt)
+            repaired(model, output, prompt=prompt)
 
 
 class TestChecks:
-    def test_a_block_fine_tuned_model_needs_no_recipe(self, tmp_path: Path) -> None:
+    def test_a_block_fine_tuned_model_needs_no_recipe(self, output: Path) -> None:
         tuned = block_model()
         tuned.config.block_attention = {"version": 1}
         with pytest.raises(DataError, match="tiny is block-fine-tuned and needs no recipe"):
-            repaired(tuned, tmp_path / "recipe")
+            repaired(tuned, output)
 
-    def test_other_folders_are_not_replaced(self, model: BlockModel, tmp_path: Path) -> None:
-        (tmp_path / "note.txt").write_text("mine")
-        with pytest.raises(DataError, match=r"contains 'note.txt', .* \(--output\)"):
-            repaired(model, tmp_path)
-        assert [path.name for path in tmp_path.iterdir()] == ["note.txt"]
-        Recipe("bos").save(tmp_path / "recipe")
-        (tmp_path / "recipe" / "NOTES.md").write_text("mine")
-        (tmp_path / "cook").mkdir()
-        (tmp_path / "cook" / "recipe.json").write_text('{"name": "pancakes"}')
-        for name, message in (("recipe", "contains 'NOTES.md'"), ("cook", "not a recipe")):
-            with pytest.raises(DataError, match=message):
-                repaired(model, tmp_path / name)
-        assert (tmp_path / "recipe" / "NOTES.md").read_text() == "mine"
-        assert json.loads((tmp_path / "cook" / "recipe.json").read_text()) == {"name": "pancakes"}
+    @pytest.mark.parametrize(
+        ("file", "content", "message"),
+        [
+            ("note.txt", "mine", r"contains 'note.txt', .* \(--output\)"),
+            ("recipe.json", '{"name": "pancakes"}', "not a recipe"),
+        ],
+    )
+    def test_other_folders_are_not_replaced(
+        self, model: BlockModel, output: Path, file: str, content: str, message: str
+    ) -> None:
+        output.mkdir()
+        (output / file).write_text(content)
+        with pytest.raises(DataError, match=message):
+            repaired(model, output)
+        assert [path.name for path in output.iterdir()] == [file]
+        assert (output / file).read_text() == content
+
+    def test_recipes_of_others_and_files_next_to_a_recipe_are_kept(
+        self, model: BlockModel, output: Path
+    ) -> None:
+        Recipe("bos", fingerprints=("f" * 64,), model="other").save(output)
+        with pytest.raises(DataError, match=r"contains a recipe for other \(fingerprints f{12}\)"):
+            repaired(model, output)
+        assert Recipe.load(output).sink == "bos"
+        (output / "NOTES.md").write_text("mine")
+        with pytest.raises(DataError, match=r"contains 'NOTES\.md'"):
+            repaired(model, output)
+        assert (output / "NOTES.md").read_text() == "mine"
 
     @pytest.mark.parametrize("damaged", [False, True])
     def test_an_earlier_recipe_is_replaced(
-        self, model: BlockModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damaged: bool
+        self, model: BlockModel, output: Path, monkeypatch: pytest.MonkeyPatch, damaged: bool
     ) -> None:
-        output, fitted = tmp_path / "recipe", Recipe("head:4", fingerprints=(model.fingerprint,))
+        fitted = Recipe("head:4", fingerprints=(model.fingerprint,))
         monkeypatch.setattr(Repair, "run", lambda *_: (fitted, None))
         Recipe("bos").save(output)
         if damaged:
@@ -361,19 +371,19 @@ class TestChecks:
             raise InterruptedError
 
         monkeypatch.setattr(stages, "write_questions", begins)
-        asked = material(model, questions=None, passages=PASSAGES, nearest=nearest)
+        asked: dict[str, Any] = {"questions": None, "passages": PASSAGES, "nearest": nearest}
         output = tmp_path / "recipe"
         with pytest.raises(DataError, match=r"found 10 minutes, expected at least (\d+)") as raised:
-            run.repair(model, asked, output, minutes=10, limits=QUICK)
+            repaired(model, output, minutes=10, **asked)
         assert list(tmp_path.iterdir()) == []
         found = re.search(r"--minutes (\d+)", str(raised.value))
         assert found is not None
         minutes = int(found[1])
         assert 15 < minutes < 30
         with pytest.raises(InterruptedError):
-            run.repair(model, asked, output, minutes=minutes, limits=QUICK)
+            repaired(model, output, minutes=minutes, **asked)
         with pytest.raises(DataError, match="There is too little time"):
-            run.repair(model, asked, output, minutes=minutes - 1, limits=QUICK)
+            repaired(model, output, minutes=minutes - 1, **asked)
 
     def test_speeds_are_measured_with_short_prompts(
         self, model: BlockModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -392,7 +402,7 @@ class TestChecks:
         limits = replace(QUICK, passages=5)
         made = Repair(model, material(model), tmp_path / "work", 60.0, limits, lambda *_: None)
         for _ in range(2):  # cached answers must not be measured
-            found = made.speeds([asked])
+            found = made.speeds(asked)
             assert min(found.answer, found.encode, found.step) > 0
         prompt = material(model).prompt(asked.text, asked.passages)
         complete = len(model.tokenizer.prompt_ids(prompt).flat)
@@ -412,14 +422,13 @@ class TestChecks:
 class TestInterruption:
     @pytest.mark.parametrize("stage", ["2", "comparing"])
     def test_a_killed_repair_resumes_with_the_same_result(
-        self, finished: tuple[Path, Recipe, Any], tmp_path: Path, stage: str
+        self, finished: Finished, output: Path, stage: str
     ) -> None:
-        output = tmp_path / "recipe"
         killed = processes.run(run_and_die, output, stage)
         assert killed.status == -signal.SIGKILL, killed.stderr
         assert not output.exists()
         assert output.with_name("recipe.work").is_dir()
-        recipe, expected = repaired(block_model(), output), finished[1]
+        recipe, expected = repaired(block_model(), output), finished.recipe
         assert recipe.report["chosen"] == expected.report["chosen"]
         assert recipe.adapter is not None
         assert expected.adapter is not None
@@ -430,19 +439,18 @@ class TestInterruption:
         assert not output.with_name("recipe.work").exists()
 
     def test_finished_stages_are_not_repeated(
-        self, model: BlockModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, model: BlockModel, output: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         def fails(*_: Any, **__: Any) -> None:
             raise InterruptedError
 
-        output = tmp_path / "recipe"
         with monkeypatch.context() as patched:
             patched.setattr(Recipe, "save", fails)
             with pytest.raises(InterruptedError):
                 repaired(model, output)
         for owner, name in ((Teacher, "compute"), (Comparer, "compare")):
             monkeypatch.setattr(owner, name, fails)
-        for name in ("fit_correction", "correction_trainer"):
+        for name in ("fit_correction", "train_correction"):
             monkeypatch.setattr(stages, name, fails)
         assert repaired(model, output).adapter is not None
 
@@ -457,12 +465,11 @@ class TestInterruption:
     def test_resuming_with_different_inputs_is_refused(
         self,
         model: BlockModel,
-        tmp_path: Path,
+        output: Path,
         monkeypatch: pytest.MonkeyPatch,
         changes: dict[str, Any],
         message: str,
     ) -> None:
-        output = tmp_path / "recipe"
         with monkeypatch.context() as patched:
             patched.setattr(Repair, "closed_form", lambda *_: 1 / 0)
             with pytest.raises(ZeroDivisionError):
@@ -472,35 +479,33 @@ class TestInterruption:
         assert "or delete that folder to start again" in str(raised.value)
 
     def test_different_minutes_are_refused_once_there_is_a_plan(
-        self, model: BlockModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, model: BlockModel, output: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        output, asked = tmp_path / "recipe", material(model)
         with monkeypatch.context() as patched:
             patched.setattr(Repair, "speeds", lambda *_: Speeds(60.0, 60.0, 60.0, 60.0))
             with pytest.raises(DataError, match="too little time"):
-                run.repair(model, asked, output, minutes=5, limits=QUICK)
+                repaired(model, output, minutes=5)
         assert not output.with_name("recipe.work").exists()
         with monkeypatch.context() as patched:
             patched.setattr(Repair, "closed_form", lambda *_: 1 / 0)
             with pytest.raises(ZeroDivisionError):
-                run.repair(model, asked, output, minutes=20, limits=QUICK)
+                repaired(model, output, minutes=20)
         with pytest.raises(
             DataError, match="repair of 20 minutes, but --minutes is 30: pass the same"
         ):
-            run.repair(model, asked, output, minutes=30, limits=QUICK)
+            repaired(model, output, minutes=30)
 
     def test_after_too_little_time_more_minutes_allow_more_questions(
         self,
         model: BlockModel,
-        tmp_path: Path,
+        output: Path,
         monkeypatch: pytest.MonkeyPatch,
         caplog: pytest.LogCaptureFixture,
     ) -> None:
         numbers = count()
         monkeypatch.setattr(data, "clean_question", lambda _: f"what is {next(numbers)}?")
-        output = tmp_path / "recipe"
         many = [replace(one, title=f"{n} {one.title}") for one in PASSAGES for n in range(4)]
-        asked = material(model, questions=None, passages=many, nearest=nearest)
+        asked: dict[str, Any] = {"questions": None, "passages": many, "nearest": nearest}
 
         def first_batch_alone(*args: Any) -> Any:
             times = chain([False], repeat(True))
@@ -512,17 +517,15 @@ class TestInterruption:
             # Simulates writing that took unusually long.
             patched.setattr(stages, "check_time", lambda *_: None)
             with pytest.raises(DataError, match=r"too little time .* 0.0 minutes are left"):
-                run.repair(model, asked, output, minutes=0.01, limits=QUICK)
+                repaired(model, output, minutes=0.01, **asked)
         assert f"All intermediate results are in {output.with_name('recipe.work')}" in caplog.text
         assert output.with_name("recipe.work").exists()
-        report = run.repair(model, asked, output, minutes=20, limits=QUICK).report
+        report = repaired(model, output, minutes=20, **asked).report
         assert report["questions"] == 24
 
     def test_concurrent_repairs_with_the_same_output_are_refused(
-        self, model: BlockModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, model: BlockModel, output: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        output = tmp_path / "recipe"
-
         def second(*_: Any) -> None:
             same: dict[str, Any] = {}
             for changes in (same, {"prompt_format": "other"}):
@@ -538,15 +541,8 @@ class TestInterruption:
         assert repaired(model, output).sink == "bos"
 
     def test_training_that_exceeds_its_time_ends_and_is_measured(
-        self, model: BlockModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, model: BlockModel, output: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(stages, "LATEST", 0.0)
-        report = repaired(model, tmp_path / "recipe").report
+        report = repaired(model, output).report
         assert measured_steps(report) == [0, 1]
-
-    def test_recipes_of_others_are_kept(self, model: BlockModel, tmp_path: Path) -> None:
-        output = tmp_path / "recipe"
-        Recipe("bos", fingerprints=("f" * 64,), model="other").save(output)
-        with pytest.raises(DataError, match=r"contains a recipe for other \(fingerprints f{12}\)"):
-            repaired(model, output)
-        assert Recipe.load(output).sink == "bos"

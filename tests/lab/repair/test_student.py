@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from blockattn_rag.engine.engine import BlockAttentionEngine
-from blockattn_rag.engine.recipe import Recipe
+from blockattn_rag.engine import BlockAttentionEngine, Recipe
 from blockattn_rag.lab.repair.closed_form import no_correction
 from blockattn_rag.lab.repair.student import BlockSource, ReadyPrompt, Student
 from blockattn_rag.model import BlockModel

@@ -138,9 +138,7 @@ def test_the_top_tokens_are_kept_and_all_others_are_merged() -> None:
     found = top_predictions(logits_of([0.1, 0.5, 0.05, 0.3, 0.05]), 2)
     assert found.tokens.tolist() == [[1, 3]]
     torch.testing.assert_close(found.log_probs.exp(), torch.tensor([[0.5, 0.3, 0.2]]))
-
-
-def test_at_least_one_token_is_merged() -> None:
+    # At least one token is merged.
     assert top_predictions(random_logits(3, 5, 0), 64).log_probs.shape == (3, 5)
 
 

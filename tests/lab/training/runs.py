@@ -9,7 +9,10 @@ import signal
 from pathlib import Path
 from typing import Any
 
+from blockattn_rag.lab.trainer import LabTrainer
 from blockattn_rag.lab.training.config import FinetuneConfig
+from blockattn_rag.lab.training.finetune import finetune
+from blockattn_rag.lab.training.report import FinetuneReport
 from tests.models import tiny_model, tiny_tokenizer
 
 
@@ -60,11 +63,13 @@ def config(arguments: dict[str, Any]) -> FinetuneConfig:
     return FinetuneConfig(**arguments)
 
 
+def tune(folder: Path, output: str = "out", **changes: Any) -> FinetuneReport:
+    """Run a quick training with the model and the data in ``folder``."""
+    return finetune(config(settings(folder, output, **changes)))
+
+
 def run_and_die(arguments: dict[str, Any], step: int) -> None:
     """Run a training that kills its own process before a step."""
-    from blockattn_rag.lab.trainer import LabTrainer
-    from blockattn_rag.lab.training.finetune import finetune
-
     proceed = LabTrainer.training_step
 
     def training_step(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -19,8 +19,8 @@ from blockattn_rag.lab.training.batches import (
     ModeDataset,
     ModelMasks,
     TokenLayout,
+    batch_loss,
     layout_mask,
-    summed_cross_entropy,
 )
 from tests.models import tiny_model
 
@@ -119,10 +119,8 @@ class TestCollator:
 def loss_and_gradients(batch: Any) -> list[torch.Tensor]:
     model: Any = tiny_model("llama", num_hidden_layers=2)
     model.set_attn_implementation("sdpa")
-    layout = TokenLayout(*(batch[name] for name in TokenLayout._fields))
-    loss = summed_cross_entropy(
-        model, batch, ModelMasks(model.config, "sdpa")(layout, torch.float32)
-    )
+    loss, number = batch_loss(ModelMasks(model.config, "sdpa"), torch.float32, model, batch)
+    assert number == (batch["labels"] != -100).sum()
     loss.backward()  # type: ignore[no-untyped-call]
     return [loss.detach(), *(p.grad for p in model.parameters())]
 
@@ -170,9 +168,6 @@ class TestSampler:
         second = list(sampler)
         sampler.set_epoch(0)
         assert list(sampler) == first != second
-
-
-LENGTHS = st.lists(st.integers(1, 5), min_size=1, max_size=5)
 
 
 def layout(*samples: list[int], sink: int = 0) -> TokenLayout:

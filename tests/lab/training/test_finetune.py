@@ -17,8 +17,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from blockattn_rag.check.oracle import oracle_logits
-from blockattn_rag.engine.engine import BlockAttentionEngine
-from blockattn_rag.engine.recipe import Recipe
+from blockattn_rag.engine import BlockAttentionEngine, Recipe
 from blockattn_rag.errors import DataError, DivergedError, UnsupportedModelError
 from blockattn_rag.lab.trainer import LabTrainer
 from blockattn_rag.lab.training.batches import Collator, ModeDataset, ModelMasks, TokenLayout
@@ -29,7 +28,7 @@ from blockattn_rag.model import BlockModel
 from blockattn_rag.model.loading import load_config
 from blockattn_rag.prompts.sinks import sink_ids
 from blockattn_rag.server.profile import profile_of
-from tests.lab.training.runs import config, run_and_die, settings, write_data, write_model
+from tests.lab.training.runs import config, run_and_die, settings, tune, write_data, write_model
 from tests.model.miniatures import model_of_kinds
 from tests.models import tiny_model, tiny_tokenizer
 from tests.processes import run
@@ -55,7 +54,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 class TestResult:
     def test_training_lowers_the_loss_in_both_modes_and_writes_a_card(self, folder: Path) -> None:
         evaluated: dict[str, Any] = {"eval_data": [str(folder / "eval.jsonl")], "eval_steps": 6}
-        report = finetune(config(settings(folder, **evaluated, epochs=4.0)))
+        report = tune(folder, **evaluated, epochs=4.0)
         first, *_, last = [e for e in report.history if "eval_block_loss" in e]
         assert last["eval_block_loss"] < first["eval_block_loss"] - 0.5
         assert last["eval_full_loss"] < first["eval_full_loss"] - 0.5
@@ -70,29 +69,31 @@ class TestResult:
         assert not (folder / "out.work").exists()
 
     def test_the_result_is_an_ordinary_model_marked_as_block_tuned(self, folder: Path) -> None:
-        finetune(config(settings(folder, max_steps=1)))
+        before = os.umask(0o027)
+        try:
+            tune(folder, max_steps=1)
+        finally:
+            os.umask(before)
         loaded: Any = AutoModelForCausalLM.from_pretrained(folder / "out")
         marker = {"version": 1, "modes": ["block", "full"], "positions": "reordered"}
         assert loaded.config.block_attention == {**marker, "sink": "none"}
         assert loaded.config.use_cache
         assert BlockModel.from_pretrained(folder / "out").is_block_tuned
+        modes = {path.name: path.stat().st_mode & 0o777 for path in (folder / "out").iterdir()}
+        assert set(modes.values()) == {0o640}, modes  # as the umask demands
 
     @pytest.mark.parametrize("sink", ["bos", "head:4"])
     def test_a_model_trained_with_a_sink_records_it(self, folder: Path, sink: str) -> None:
-        plain = finetune(config(settings(folder, "plain", max_steps=1)))
-        report = finetune(config(settings(folder, max_steps=1, sink=sink)))
+        plain = tune(folder, "plain", max_steps=1)
+        report = tune(folder, max_steps=1, sink=sink)
         assert report.loss != plain.loss  # the sink affects training
         assert load_config(folder / "out").block_attention["sink"] == sink
         tuned = BlockModel.from_pretrained(folder / "out")
         assert BlockAttentionEngine(tuned).recipe.sink == sink
         assert profile_of(tuned).recipe.sink == sink
 
-    def test_training_only_full_mode_does_not_mark_the_model(self, folder: Path) -> None:
-        finetune(config(settings(folder, max_steps=1, modes=("full",))))
-        assert not BlockModel.from_pretrained(folder / "out").is_block_tuned
-
     def test_saved_adapters_have_their_own_mark_and_fingerprint(self, folder: Path) -> None:
-        finetune(config(settings(folder, max_steps=2, lora=True, lora_rank=4)))
+        tune(folder, max_steps=2, lora=True, lora_rank=4)
         assert not (folder / "out" / "model.safetensors").exists()
         adapter = json.loads((folder / "out" / "adapter_config.json").read_text())
         assert (adapter["r"], adapter["lora_alpha"]) == (4, 8)
@@ -101,23 +102,14 @@ class TestResult:
         assert not base.is_block_tuned
         assert tuned.fingerprint != base.fingerprint
 
-    def test_files_follow_the_umask(self, folder: Path) -> None:
-        before = os.umask(0o027)
-        try:
-            finetune(config(settings(folder, max_steps=1)))
-        finally:
-            os.umask(before)
-        modes = {path.name: path.stat().st_mode & 0o777 for path in (folder / "out").iterdir()}
-        assert set(modes.values()) == {0o640}, modes
-
-    def test_adapters_trained_only_in_full_mode_remove_the_mark_of_the_base(
-        self, folder: Path
-    ) -> None:
+    def test_training_only_in_full_mode_leaves_no_mark(self, folder: Path) -> None:
         given: dict[str, Any] = {"model": "bundled", "lora": True, "max_steps": 1}
-        finetune(config(settings(folder, **given, modes=("full",))))
-        finetune(config(settings(folder, "both", **given)))
+        tune(folder, **given, modes=("full",))
+        tune(folder, "both", **given)
         assert not BlockModel.from_pretrained(folder / "out").is_block_tuned
         assert BlockModel.from_pretrained(folder / "both").is_block_tuned
+        tune(folder, "full", max_steps=1, modes=("full",))
+        assert not BlockModel.from_pretrained(folder / "full").is_block_tuned
         # peft finds the base model by its path. If the path is missing, we find it by name.
         adapter = folder / "both" / "adapter_config.json"
         written = json.loads(adapter.read_text())
@@ -127,14 +119,14 @@ class TestResult:
         assert load_config(folder / "both").num_hidden_layers == 4
 
     def test_warns_of_short_run(self, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-        finetune(config(settings(folder, max_steps=3)))
+        tune(folder, max_steps=3)
         assert "warm-up" not in caplog.text
-        finetune(config(settings(folder, "short", max_steps=2)))
+        tune(folder, "short", max_steps=2)
         assert (
             "The run has 2 steps, but the warm-up has 2: the learning rate of 0.001" in caplog.text
         )
         caplog.clear()
-        finetune(config(settings(folder, "flat", max_steps=2, lr_scheduler="constant")))
+        tune(folder, "flat", max_steps=2, lr_scheduler="constant")
         assert "warm-up" not in caplog.text
 
     @pytest.mark.parametrize(
@@ -147,13 +139,13 @@ class TestResult:
         ids=["no re-encoding", "bf16 with checkpointing", "cut turns"],
     )
     def test_training_supports_these_options(self, folder: Path, changes: dict[str, Any]) -> None:
-        report = finetune(config(settings(folder, max_steps=2, **changes)))
+        report = tune(folder, max_steps=2, **changes)
         assert report.steps == 2
         assert 0 < report.loss < 20
 
     def test_accumulation_does_not_change_the_weights(self, folder: Path) -> None:
         for name, size in (("whole", 4), ("by one", 1)):
-            finetune(config(settings(folder, name, max_steps=3, per_device_batch_size=size)))
+            tune(folder, name, max_steps=3, per_device_batch_size=size)
         for key, expected in weights(folder / "whole").items():
             found = weights(folder / "by one")[key]
             torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
@@ -171,7 +163,7 @@ class TestResume:
         assert ended.status == -signal.SIGKILL, ended.stderr
         assert not (tmp_path / "killed").exists()
         resumed = finetune(config(killed))
-        whole = finetune(config(settings(tmp_path, "whole", lora=lora)))
+        whole = tune(tmp_path, "whole", lora=lora)
         assert resumed.steps == whole.steps == 12
         assert resumed.loss == pytest.approx(whole.loss, rel=1e-4)
         found, expected = weights(tmp_path / "killed"), weights(tmp_path / "whole")
@@ -195,9 +187,9 @@ class TestResume:
         with monkeypatch.context() as patched:
             patched.setattr("blockattn_rag.lab.training.finetune.publish", lambda *_: 1 / 0)
             with pytest.raises(ZeroDivisionError):
-                finetune(config(settings(folder, **short)))
-        resumed = finetune(config(settings(folder, **short)))
-        whole = finetune(config(settings(folder, "whole", **short)))
+                tune(folder, **short)
+        resumed = tune(folder, **short)
+        whole = tune(folder, "whole", **short)
         assert resumed.steps == whole.steps == 3
         assert resumed.history == whole.history
         for name, tensor in weights(folder / "whole").items():
@@ -224,7 +216,7 @@ class TestResume:
         (folder / "out.work").mkdir()
         (folder / "out.work" / "run.json").write_text(noted)
         with pytest.raises(DataError, match=message):
-            finetune(config(settings(folder)))
+            tune(folder)
 
 
 class TestRefusals:
@@ -233,13 +225,11 @@ class TestRefusals:
             file.write('{"prompt": 3}\n')
         before = sorted(folder.iterdir())
         with pytest.raises(DataError, match="line 13"):
-            finetune(config(settings(folder)))
-        assert sorted(folder.iterdir()) == before
-
-    def test_data_without_samples_is_refused(self, folder: Path) -> None:
+            tune(folder)
         (folder / "train.jsonl").write_text("\n")
         with pytest.raises(DataError, match="Found no sample"):
-            finetune(config(settings(folder)))
+            tune(folder)
+        assert sorted(folder.iterdir()) == before
 
     @pytest.mark.parametrize("kind", ["folder", "file", "link"])
     def test_an_existing_output_is_not_overwritten(self, folder: Path, kind: str) -> None:
@@ -251,7 +241,7 @@ class TestRefusals:
         else:
             out.symlink_to(folder / "nowhere")
         with pytest.raises(FileExistsError, match="out already exists; delete it"):
-            finetune(config(settings(folder)))
+            tune(folder)
         assert os.path.lexists(out)
         assert not (folder / "out.work").exists()
 
@@ -267,11 +257,11 @@ class TestRefusals:
         with monkeypatch.context() as patched:
             patched.setattr(LabTrainer, "training_step", noting)
             with pytest.raises(FileExistsError, match="out already exists"):
-                finetune(config(settings(folder, max_steps=1)))
+                tune(folder, max_steps=1)
         assert not list(out.iterdir())
         out.rmdir()
         monkeypatch.setattr(LabTrainer, "training_step", lambda *_, **__: 1 / 0)
-        assert finetune(config(settings(folder, max_steps=1))).steps == 1
+        assert tune(folder, max_steps=1).steps == 1
         assert BlockModel.from_pretrained(out).is_block_tuned
 
     def test_a_run_in_progress_is_reported(self, folder: Path) -> None:
@@ -280,27 +270,19 @@ class TestRefusals:
             work_folder(work, {"model": "m", "training data": []}, lambda _: False),
             pytest.raises(DataError, match=r"Another run is using .*out\.work"),
         ):
-            finetune(config(settings(folder, max_steps=1)))
+            tune(folder, max_steps=1)
 
-    def test_foreign_work_folder_is_kept(self, folder: Path) -> None:
-        (folder / "out.work").mkdir()
-        (folder / "out.work" / "mine").touch()
-        with pytest.raises(FileExistsError, match="move or delete it"):
-            finetune(config(settings(folder)))
-        assert (folder / "out.work" / "mine").is_file()
-
-    @pytest.mark.parametrize("noted", ['{"tool": "other"}', "[1]", "thesis"])
-    def test_a_work_folder_of_another_tool_is_kept(self, folder: Path, noted: str) -> None:
+    @pytest.mark.parametrize("noted", ['{"tool": "other"}', "[1]", "thesis", None])
+    def test_a_work_folder_of_another_tool_is_kept(self, folder: Path, noted: str | None) -> None:
         work = folder / "out.work"
         (work / "photos").mkdir(parents=True)
-        for name in ("photos/cat.png", "thesis.txt"):
-            (work / name).write_text("mine")
-        (work / "run.json").write_text(noted)
+        files = {"photos/cat.png": "mine", "thesis.txt": "mine"}
+        files |= {"run.json": noted} if noted is not None else {}
+        for name, text in files.items():
+            (work / name).write_text(text)
         with pytest.raises((FileExistsError, DataError), match=r"out\.work.*move or delete"):
-            finetune(config(settings(folder, max_steps=1)))
-        for name in ("photos/cat.png", "thesis.txt"):
-            assert (work / name).read_text() == "mine"
-        assert (work / "run.json").read_text() == noted
+            tune(folder, max_steps=1)
+        assert {name: (work / name).read_text() for name in files} == files
 
     def test_a_failed_run_leaves_no_files(
         self, folder: Path, monkeypatch: pytest.MonkeyPatch
@@ -309,7 +291,7 @@ class TestRefusals:
         with monkeypatch.context() as patched:
             patched.setattr(LabTrainer, "training_step", lambda *_, **__: 1 / 0)
             with pytest.raises(ZeroDivisionError):
-                finetune(config(settings(folder)))
+                tune(folder)
         assert sorted(folder.iterdir()) == before
 
     @pytest.mark.parametrize(
@@ -325,40 +307,40 @@ class TestRefusals:
     ) -> None:
         far: dict[str, Any] = {"learning_rate": 1e38, "warmup_steps": 0}
         with pytest.raises(DivergedError, match=expected):
-            finetune(config(settings(folder, **far, **changes)))
+            tune(folder, **far, **changes)
         assert not (folder / "out").exists()
 
     def test_block_mode_without_any_context_is_refused(self, folder: Path) -> None:
         turns = [{"role": "user", "content": "A?\n\nB?"}, {"role": "assistant", "content": "C."}]
         (folder / "train.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
         with pytest.raises(DataError, match="No sample has a context"):
-            finetune(config(settings(folder)))
-        finetune(config(settings(folder, "full", max_steps=1, modes=("full",))))
-        report = finetune(config(settings(folder, "cut", max_steps=1, blocks_per_turn=2)))
+            tune(folder)
+        tune(folder, "full", max_steps=1, modes=("full",))
+        report = tune(folder, "cut", max_steps=1, blocks_per_turn=2)
         assert report.train.with_context == 1
 
     def test_samples_without_context_cause_a_warning(
         self, folder: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
-        finetune(config(settings(folder, max_steps=1)))
+        tune(folder, max_steps=1)
         assert "have a context" not in caplog.text
         with (folder / "train.jsonl").open("a") as file:
             file.write('{"blocks": [], "prompt": "a", "response": "b"}\n' * 20)
-        finetune(config(settings(folder, "more", max_steps=1)))
+        tune(folder, "more", max_steps=1)
         assert "Only 12 of 32 samples have a context" in caplog.text
 
     def test_an_unsupported_model_is_refused(self, folder: Path) -> None:
         rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
         write_model(folder / "dynamic", rope_parameters=rope)
         with pytest.raises(UnsupportedModelError, match="dynamic"):
-            finetune(config(settings(folder, model=str(folder / "dynamic"))))
+            tune(folder, model=str(folder / "dynamic"))
 
     def test_a_hybrid_model_is_refused_in_block_mode(self, folder: Path) -> None:
         model = model_of_kinds("state")
         model.hf_model.save_pretrained(folder / "hybrid")
         model.tokenizer.tokenizer.save_pretrained(folder / "hybrid")
         with pytest.raises(UnsupportedModelError, match="hybrid model"):
-            finetune(config(settings(folder, model=str(folder / "hybrid"))))
+            tune(folder, model=str(folder / "hybrid"))
 
     @pytest.mark.parametrize(
         ("changes", "expected"),
@@ -384,7 +366,7 @@ class TestRefusals:
         self, folder: Path, changes: dict[str, Any], expected: str
     ) -> None:
         with pytest.raises(ValueError, match=expected):
-            finetune(config(settings(folder, **changes)))
+            tune(folder, **changes)
 
     @pytest.mark.parametrize("output", ["", ".", "..", "a/.."])
     def test_an_output_without_a_name_is_refused(self, folder: Path, output: str) -> None:
@@ -394,12 +376,12 @@ class TestRefusals:
     def test_lora_needs_peft(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "peft", None)
         with pytest.raises(ImportError, match=r"LoRA needs peft, which is not .*\[train\]"):
-            finetune(config(settings(folder, lora=True)))
+            tune(folder, lora=True)
 
     def test_training_on_top_of_adapters_is_refused(self, folder: Path) -> None:
         (folder / "model" / "adapter_config.json").write_text("{}")
         with pytest.raises(ValueError, match="is a LoRA adapter"):
-            finetune(config(settings(folder, lora=True)))
+            tune(folder, lora=True)
 
 
 @pytest.mark.parametrize("positions", ["reordered", "composite"])
