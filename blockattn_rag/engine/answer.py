@@ -93,8 +93,9 @@ class Answer:
             self._guard.push(token)
         self._show()
 
-    def push_batched(self, token: int) -> bool:
-        """Like ``push``, for a batch row, which may be padded. Returns whether it has ended."""
+    def push_row(self, token: int) -> bool:
+        """``push`` the newest token of a batch's row, which may be padding. Returns whether the
+        answer has ended."""
         if self.pending.left or self.has_ended:
             return True
         self.push(token)

@@ -19,7 +19,6 @@ from blockattn_rag.engine.pending import (
     LatePrompt,
     PendingRequest,
     Prompt,
-    check_batch_size,
     to_block_prompt,
 )
 from blockattn_rag.engine.recipe import Recipe
@@ -331,7 +330,8 @@ class BlockAttentionEngine:
         ``BlockModel.batch_tokens`` tokens at once. If the recipe recomputes tokens, contexts also
         count, because each prompt copies its context.
         """
-        check_batch_size(batch_size)
+        if not isinstance(batch_size, int) or batch_size < 1:
+            raise ValueError(f"Invalid batch_size {batch_size!r}: expected an integer, 1 or more.")
         # Resolve the recipe once for all prompts.
         options["recipe"] = self._recipe_of(options.get("recipe"))
         waiting = [self._pending(prompt, options, max_batch=batch_size) for prompt in prompts]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from itertools import chain, compress
 from typing import Literal, NamedTuple, get_args
 
@@ -41,7 +41,7 @@ PLAIN = Recipe()
 Name = tuple[str, str]
 """Namespace and digest of a block, which identify it among a model's blocks."""
 
-_MOST_REMEMBERED = 4096  # Of lookups. That of a passage of 256 tokens takes about 10 KiB.
+_MOST_REMEMBERED = 4096  # Of specs. That of a passage of 256 tokens takes about 10 KiB.
 _MOST_TO_STORE = 4096
 _REPORT_EVERY_S = 60.0
 _MOST_TIMES = 1 << 16
@@ -70,6 +70,34 @@ class BlockSpec(NamedTuple):
         return self.namespaces[0], self.digest
 
 
+def _spec_of(
+    model: BlockModel,
+    access: Access,
+    sinks: Callable[[str], Sequence[int]],
+    block: Block,
+    first: bool,
+    sink: str,
+    adapter: Correction | None,
+) -> BlockSpec:
+    keep = keep_of(block.origin)
+    namespaces = access.namespaces(private=keep.is_private)
+    ids, before = model.tokenizer.block_ids(block, first=first), sinks(sink)
+    encoded = token_digest(ids, before)
+    digest = corrected_digest(encoded, adapter.digest) if adapter else encoded
+    return BlockSpec(
+        keys=tuple(store_key(model.fingerprint, digest, name) for name in namespaces),
+        namespaces=namespaces,
+        ids=ids,
+        digest=digest,
+        encoded_digest=encoded,
+        block=block,
+        sink_ids=before,
+        adapter=adapter,
+        keep=keep,
+        handles=(block.handle,),
+    )
+
+
 def merge_specs(specs: Iterable[BlockSpec]) -> dict[Name, BlockSpec]:
     """Merge blocks with the same name, and join their handles. Drops blocks without tokens."""
     merged: dict[Name, BlockSpec] = {}
@@ -79,51 +107,6 @@ def merge_specs(specs: Iterable[BlockSpec]) -> dict[Name, BlockSpec]:
             handles = tuple(dict.fromkeys([*before, *spec.handles]))
             merged[spec.name] = spec._replace(handles=handles)
     return merged
-
-
-class BlockLookup:
-    """Computes the token ids and store keys of blocks. Thread-safe. Results are cached, because
-    tokenizing 500 tokens takes about half a millisecond."""
-
-    def __init__(self, model: BlockModel, access: Access) -> None:
-        self._model = model
-        self._namespaces = {
-            is_private: access.namespaces(private=is_private) for is_private in (False, True)
-        }
-        self._sink_ids = cache(lambda sink: tuple(sink_ids(sink, model.tokenizer)))
-        self._spec = lru_cache(_MOST_REMEMBERED)(self._make_spec)
-
-    def specs(
-        self, blocks: Sequence[Block], *, as_prompt: bool, recipe: Recipe = PLAIN
-    ) -> list[BlockSpec]:
-        """Look up blocks. The first block of a prompt has the BOS token, and is encoded without
-        sink and adapter."""
-        starts = [self._spec(block, True, NO_SINK, None) for block in blocks[:as_prompt]]
-        others = blocks[as_prompt:]
-        return starts + [self._spec(block, False, recipe.sink, recipe.adapter) for block in others]
-
-    def _make_spec(
-        self, block: Block, first: bool, sink: str, adapter: Correction | None
-    ) -> BlockSpec:
-        fingerprint = self._model.fingerprint
-        keep = keep_of(block.origin)
-        namespaces = self._namespaces[keep.is_private]
-        ids = self._model.tokenizer.block_ids(block, first=first)
-        before = self._sink_ids(sink)
-        encoded = token_digest(ids, before)
-        digest = corrected_digest(encoded, adapter.digest) if adapter else encoded
-        return BlockSpec(
-            keys=tuple(store_key(fingerprint, digest, name) for name in namespaces),
-            namespaces=namespaces,
-            ids=ids,
-            digest=digest,
-            encoded_digest=encoded,
-            block=block,
-            sink_ids=before,
-            adapter=adapter,
-            keep=keep,
-            handles=(block.handle,),
-        )
 
 
 class Fetched(NamedTuple):
@@ -176,11 +159,22 @@ class BlockFetcher:
         if on_miss not in get_args(OnMiss):
             raise ValueError(f"Unknown on_miss {on_miss!r}: expected 'compute' or 'error'.")
         self._on_miss = on_miss
-        self.specs = BlockLookup(model, access).specs
+        sinks = cache(lambda sink: tuple(sink_ids(sink, model.tokenizer)))
+        # Tokenizing 500 tokens takes about half a millisecond.
+        self._spec = lru_cache(_MOST_REMEMBERED)(partial(_spec_of, model, access, sinks))
         self._cache = BlockCache(store, resident_bytes, read_only=access.read_only)
         self._outline = model.profile.token_outline
         # Keys of blocks to store on their next use: system messages used once, and damaged entries.
         self._to_store: set[str] = set()
+
+    def specs(
+        self, blocks: Sequence[Block], *, as_prompt: bool, recipe: Recipe = PLAIN
+    ) -> list[BlockSpec]:
+        """Compute the token ids and store keys of blocks. The first block of a prompt has the BOS
+        token, and is encoded without sink and adapter."""
+        starts = [self._spec(block, True, NO_SINK, None) for block in blocks[:as_prompt]]
+        others = blocks[as_prompt:]
+        return starts + [self._spec(block, False, recipe.sink, recipe.adapter) for block in others]
 
     def contains(self, block: Block, *, first: bool = False, recipe: Recipe = PLAIN) -> bool:
         """Whether the store has an entry for a block. Its contents are not checked."""

@@ -113,10 +113,7 @@ def foreign(recipe: Recipe, model: AnyModel) -> str:
 def _automatic(model: AnyModel, store: KVStore, folder: Path | None, stock: str) -> Recipe:
     if model.is_block_tuned:
         trained: dict[str, Any] = {**model.tuned_with}
-        recipe = Recipe(**trained, source="block-fine-tuned")
-        if model.checkpoint and (why := model.checkpoint.unmet(recipe.positions, recipe.sink)):
-            _warn_once(model, why)
-        return recipe
+        return Recipe(**trained, source="block-fine-tuned")
     if (found := _found(model, store, folder)) is not None:
         return found
     if (settings := Recipe.of_text(stock)) is None:
@@ -231,10 +228,9 @@ def _load_shipped(place: Path) -> Recipe:
 
 
 def _unlike_training(recipe: Recipe, model: AnyModel) -> str:
-    found = {"positions": recipe.positions, "sink": recipe.sink}
-    if model.checkpoint:
-        return model.checkpoint.unmet(**found)
-    return other_switches(model.name, model.tuned_with, found)
+    name = model.checkpoint.hub_id if model.checkpoint else model.name
+    used = {"positions": recipe.positions, "sink": recipe.sink}
+    return other_switches(name, model.tuned_with, used)
 
 
 def _warn_once(model: AnyModel, message: str, about: str = "") -> None:

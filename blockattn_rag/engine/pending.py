@@ -33,11 +33,6 @@ def to_block_prompt(prompt: LatePrompt) -> BlockPrompt:
     return made if isinstance(made, BlockPrompt) else BlockPrompt.from_texts(made)
 
 
-def check_batch_size(batch_size: object) -> None:
-    if not isinstance(batch_size, int) or batch_size < 1:
-        raise ValueError(f"Invalid batch_size {batch_size!r}: expected an integer, 1 or more.")
-
-
 class Group:
     """Concurrent calls whose requests should share a batch.
 
@@ -48,7 +43,7 @@ class Group:
     _current: ContextVar[Group | None] = ContextVar("blockattn_group", default=None)
 
     def __init__(self, options: object, calls: int, at_once: int) -> None:
-        self.on_change: Callable[[], object] | None = None
+        self.on_change: Callable[[], object] = lambda: None
         self._options = options
         self._remaining = calls
         self._at_once = at_once
@@ -63,18 +58,14 @@ class Group:
         finally:
             with self._lock:
                 self._remaining -= 1
-            self._notify()
+            self.on_change()
             self._current.reset(token)
 
     def dissolve(self) -> None:
         """Stop waiting for calls that have not started, because some never will."""
         with self._lock:
             self._remaining = 0
-        self._notify()
-
-    def _notify(self) -> None:
-        if self.on_change is not None:
-            self.on_change()
+        self.on_change()
 
     @classmethod
     def of_this_call(cls, options: object) -> Group | None:

@@ -17,7 +17,7 @@ from blockattn_rag.engine.fetcher import BlockFetcher
 from blockattn_rag.engine.options import GenerateOptions
 from blockattn_rag.engine.pending import PendingRequest
 from blockattn_rag.engine.results import ReuseStats
-from blockattn_rag.engine.tails import Tails
+from blockattn_rag.engine.tails import NOTHING, Tails
 from blockattn_rag.errors import ContextOverflowError
 from blockattn_rag.kv.context import Assembly, Context, place
 from blockattn_rag.model import BlockModel
@@ -178,9 +178,8 @@ class Runner:
 
     def _answer(self, answers: Sequence[Answer]) -> None:
         """Answer requests in one batch. If the batch fails, answer the requests one by one."""
-        generate = self._generate_together if len(answers) > 1 else self._generate_alone
         try:
-            for answer, ids in zip(answers, generate(answers), strict=True):
+            for answer, ids in zip(answers, self._generate(answers), strict=True):
                 answer.complete(ids)
             return
         except KeyboardInterrupt:
@@ -195,62 +194,42 @@ class Runner:
             else:
                 answer.pending.fail(failure)
 
-    def _generate_alone(self, answers: Sequence[Answer]) -> list[list[int]]:
-        (answer,) = answers
-        pending, sampling = answer.pending, answer.options.sampling
-        with self._model.running(sampling):
-            if pending.left:  # The caller may stop waiting while other requests use the model.
-                raise CancelledError
-            prepared = self._recomputed(answer.prepared, answer.options)
-            start = self._tails.begin(prepared, answer.options)
-            # Only keep the statistics, because the answer outlives a recomputed context.
-            answer.prepared = answer.prepared._replace(stats=prepared.after(start.tokens).stats)
-            with _assembling([answer]):
-                tokens = len(prepared.final_ids) - start.tokens
-                cache = self._cache([prepared], tokens, answer.options)
-                if cache is None and start.base is not None:
-                    cache = empty_cache(self._model.config)
-                if cache is not None:
-                    cache.append(start.states, start.tokens)
-            ids = self._model.generate(
-                prepared.context_ids,
-                prepared.final_ids,
-                sampling,
-                cache=cache,
-                on_token=answer.push,
-                is_cancelled=lambda: answer.stopped or pending.left,
-            )
-            self._tails.keep(start, prepared, ids, cache)
-            return [ids]
-
-    def _generate_together(self, answers: Sequence[Answer]) -> list[list[int]]:
-        sampling = answers[0].options.sampling
+    def _generate(self, answers: Sequence[Answer]) -> list[list[int]]:
+        options = answers[0].options
 
         def nobody_waits() -> bool:
             return all(answer.pending.left or answer.has_ended for answer in answers)
 
-        def on_tokens(tokens: Sequence[int]) -> list[bool]:
-            rows = zip(answers, tokens, strict=True)
-            return [answer.push_batched(token) for answer, token in rows]
-
-        with self._model.running(sampling):
+        with self._model.running(options.sampling):
             if nobody_waits():  # The callers may stop waiting while other requests use the model.
                 raise CancelledError
-            prompts = [self._recomputed(answer.prepared, answer.options) for answer in answers]
+            prompts = [self._recomputed(answer.prepared, options) for answer in answers]
+            start = self._tails.begin(prompts[0], options) if len(prompts) == 1 else NOTHING
             for answer, prompt in zip(answers, prompts, strict=True):
-                answer.prepared = answer.prepared._replace(stats=prompt.stats)
+                # Only keep the statistics, because the answer outlives a recomputed context.
+                stats = prompt.after(start.tokens).stats
+                answer.prepared = answer.prepared._replace(stats=stats)
             with _assembling(answers):
                 longest = max(len(prompt.final_ids) for prompt in prompts)
-                cache = self._cache(prompts, longest, answers[0].options)
-            return self._model.generate_batch(
+                cache = self._cache(prompts, longest - start.tokens, options)
+                if cache is None and start.base is not None:
+                    cache = empty_cache(self._model.config)
+                if cache is not None:
+                    cache.append(start.states, start.tokens)
+            rows = self._model.generate_batch(
                 [(prompt.context_ids, prompt.final_ids) for prompt in prompts],
-                sampling,
+                options.sampling,
                 cache=cache,
-                on_tokens=on_tokens,
+                on_tokens=lambda tokens: [
+                    answer.push_row(token) for answer, token in zip(answers, tokens, strict=True)
+                ],
                 is_cancelled=nobody_waits,
                 grammars=[answer.options.sampling.grammar for answer in answers],
                 on_failure=lambda place, error: answers[place].pending.fail(error),
             )
+            if len(prompts) == 1:
+                self._tails.keep(start, prompts[0], rows[0], cache)
+            return rows
 
     def _cache(
         self, prompts: Sequence[Prepared], final_tokens: int, options: GenerateOptions

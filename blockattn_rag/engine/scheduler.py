@@ -87,7 +87,9 @@ class Scheduler:
         """
         try:
             is_main = threading.current_thread() is threading.main_thread()
-            if holds_a_model() or (is_main and self._is_idle()):
+            with self._changed:
+                is_idle = not (self._waiting or self._running)
+            if holds_a_model() or (is_main and is_idle):
                 return self._do_here(work)
             self.submit(*work)
             return [pending.result() for pending in work]
@@ -97,10 +99,6 @@ class Scheduler:
 
     def run(self, work: Callable[[], T]) -> T:
         return self.submit_and_wait(Job(work))[0]
-
-    def _is_idle(self) -> bool:
-        with self._changed:
-            return not (self._waiting or self._running)
 
     def _do_here(self, work: Sequence[Pending[T]]) -> list[T]:
         results = []

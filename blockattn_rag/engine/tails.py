@@ -101,15 +101,12 @@ class Tails:
                 shorter = {id(tail) for tail in alike if _common(tail.ids, ids) == len(tail.ids)}
                 self._kept = [tail for tail in self._kept if id(tail) not in shorter]
                 self._kept.append(_Tail(start.base, ids, states))
-                self._shrink()
+                held = sum(tail.nbytes for tail in self._kept)
+                while held > self._max_bytes or len(self._kept) > _MOST:
+                    held -= self._kept.pop(0).nbytes
 
     def _use(self, tail: _Tail) -> None:
         self._kept = [*(kept for kept in self._kept if kept is not tail), tail]
-
-    def _shrink(self) -> None:
-        held = sum(tail.nbytes for tail in self._kept)
-        while held > self._max_bytes or len(self._kept) > _MOST:
-            held -= self._kept.pop(0).nbytes
 
 
 def _common(ids: Sequence[int], other: Sequence[int]) -> int:

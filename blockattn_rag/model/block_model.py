@@ -22,7 +22,7 @@ from blockattn_rag.model.checkpoint import TunedModel
 from blockattn_rag.model.constraint import AnswerRules
 from blockattn_rag.model.encoding import EncodeRequest, batches, encode_batch
 from blockattn_rag.model.exclusion import lock_of, turn_to_draw
-from blockattn_rag.model.fingerprint import Snapshot, fingerprint_of
+from blockattn_rag.model.fingerprint import fingerprint_of, snapshot
 from blockattn_rag.model.graphs import GraphRunner
 from blockattn_rag.model.packing import pack_linears
 from blockattn_rag.model.probe import AttentionProfile, profile_attention, vocabulary_size
@@ -78,7 +78,7 @@ class BlockModel(TunedModel):
             self._head_states = HeadStates(hf_model, self.profile.kinds)
         if pack_weights:
             pack_linears(hf_model)
-        self._snapshot = Snapshot(hf_model)
+        self._snapshot = snapshot(hf_model)
         self._files = files
 
     @classmethod
@@ -149,9 +149,9 @@ class BlockModel(TunedModel):
                 return identity()
 
     def check_unchanged(self) -> None:
-        """Raise ``UnsupportedModelError`` if a ``fingerprint.Snapshot`` shows changes since
+        """Raise ``UnsupportedModelError`` if a ``fingerprint.snapshot`` shows changes since
         loading."""
-        if not self._snapshot.is_current:
+        if snapshot(self.hf_model) != self._snapshot:
             raise UnsupportedModelError(
                 f"The weights, adapters or config of {self.name} have changed since it was loaded, "
                 "so stored blocks no longer match it: create a new engine for the changed model."

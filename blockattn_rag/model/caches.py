@@ -149,42 +149,29 @@ class _GrowingLayer(DynamicLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> Any:
         assert self.keys is not None
-        fits = len(key_states) == len(self.keys) and key_states.dtype == self.keys.dtype
-        if torch.is_grad_enabled() or not fits:  # Gradients need the original tensors.
-            return super().update(key_states, value_states)
+        assert self.values is not None
         keys, values = self._buffers
-        self._buffers = (
-            _appended(self.keys, key_states, keys),
-            _appended(self.values, value_states, values),
+        # Selecting rows replaces the tensors, for example in beam search.
+        is_own = self.keys.data_ptr() == keys.data_ptr() and len(key_states) == len(keys)
+        if torch.is_grad_enabled() or not is_own or key_states.dtype != keys.dtype:
+            # Gradients need the original tensors.
+            self._buffers = super().update(key_states, value_states)
+            return self._buffers
+        used = self.get_seq_length()
+        keys, values = self._buffers = (
+            _appended(keys, used, key_states),
+            _appended(values, used, value_states),
         )
-        tokens = self.get_seq_length() + key_states.shape[2]
-        self.keys, self.values = (one[:, :, :tokens] for one in self._buffers)
+        tokens = used + key_states.shape[2]
+        self.keys, self.values = keys[:, :, :tokens], values[:, :, :tokens]
         return self.keys, self.values
 
-    def reorder_cache(self, beam_idx: Any) -> None:
-        super().reorder_cache(beam_idx)
-        self._drop_room()
 
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        super().batch_repeat_interleave(repeats)
-        self._drop_room()
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        super().batch_select_indices(indices)
-        self._drop_room()
-
-    def _drop_room(self) -> None:
-        """Release the tensors with free space after rows have been selected."""
-        assert self.keys is not None
-        assert self.values is not None
-        self._buffers = self.keys, self.values
-
-
-def _appended(states: Any, new: Tensor, buffer: Tensor) -> Tensor:
-    """Tensor that begins with ``states``, followed by ``new``: ``buffer`` if it begins with
-    ``states`` and has room, else a new, larger tensor."""
-    used, tokens = states.shape[2], states.shape[2] + new.shape[2]
-    if states.data_ptr() != buffer.data_ptr() or tokens > buffer.shape[2]:
+def _appended(buffer: Tensor, used: int, new: Tensor) -> Tensor:
+    """Write ``new`` after the ``used`` tokens of a buffer, or of a larger copy if it is full."""
+    tokens = used + new.shape[2]
+    if tokens > buffer.shape[2]:
+        states = buffer[:, :, :used]
         with torch.inference_mode(mode=False):
             # Later forward passes outside of inference mode must be able to write to it.
             buffer = torch.empty(
@@ -268,11 +255,10 @@ def note_caches(hf_model: PreTrainedModel) -> None:
     """Register the hooks that record the cache of each forward pass."""
     for module in hf_model.modules():
         # Inner models need hooks, too, because `generate` of a PEFT model runs the wrapped model.
-        if isinstance(module, PreTrainedModel):
-            if _enter not in module._forward_pre_hooks.values():
-                module.register_forward_pre_hook(_enter, with_kwargs=True)
-            if _leave not in module._forward_hooks.values():
-                module.register_forward_hook(_leave, always_call=True)
+        has_hooks = _enter in module._forward_pre_hooks.values()
+        if isinstance(module, PreTrainedModel) and not has_hooks:
+            module.register_forward_pre_hook(_enter, with_kwargs=True)
+            module.register_forward_hook(_leave, always_call=True)
 
 
 def _enter(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

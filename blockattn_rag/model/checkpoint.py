@@ -10,7 +10,7 @@ import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from blockattn_rag.errors import UnsupportedModelError
-from blockattn_rag.model.fingerprint import fingerprint_of_files
+from blockattn_rag.model.fingerprint import fingerprint_of_weights
 from blockattn_rag.model.loading import (
     commit_of,
     is_adapter,
@@ -92,8 +92,9 @@ class CheckpointModel(TunedModel):
                 f"{self.name} has no weight files: expected model.safetensors or "
                 "pytorch_model.bin, or an index of several such files"
             )
-        kinds = self.profile.kinds
-        return fingerprint_of_files(self.config, self.dtype, files, self.tokenizer, kinds)
+        return fingerprint_of_weights(
+            files.digests(), self.config, self.dtype, self.tokenizer, self.profile.kinds
+        )
 
 
 def _as_loaded(config: Any) -> Any:

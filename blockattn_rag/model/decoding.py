@@ -100,7 +100,9 @@ def generate(
     mask = torch.cat([context_mask, final_mask], dim=1).to(hf_model.device)
     width = input_ids.shape[1]
     arguments = _arguments(hf_model, tokenizer, sampling, max_new_tokens)
-    drafts, beams = _drafts(hf_model, arguments), _beams(hf_model, arguments)
+    config: Any = arguments.get("generation_config", hf_model.generation_config)
+    drafts = [name for name in _DRAFTS if arguments.get(name) or getattr(config, name, None)]
+    beams = _beams(hf_model, arguments)
     if cache is not None and drafts:
         # `generate` verifies draft tokens incorrectly with a prefilled cache.
         raise ValueError(
@@ -145,15 +147,8 @@ def generate(
     return answers
 
 
-# `generate` compares these with numbers, so they cannot be None.
-_ONE_ANSWER = {"num_beams": 1, "num_return_sequences": 1}
-
-
 def greedy_answers(
-    hf_model: PreTrainedModel,
-    tokenizer: Any,
-    prompts: Sequence[Sequence[int]],
-    max_new_tokens: int,
+    hf_model: PreTrainedModel, tokenizer: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int
 ) -> list[tuple[Tensor, Tensor]]:
     """Generate greedy full-mode answers to several prompts, with the logits of each token.
 
@@ -169,8 +164,10 @@ def greedy_answers(
     ids, mask = (rows.to(hf_model.device) for rows in _left_padded(prompts, pad))
     # `generate` uses the model's generation config for every unset option, even if a config is
     # passed. Each of its settings must therefore be unset explicitly.
-    unset = dict.fromkeys(hf_model.generation_config.to_diff_dict()) | _ONE_ANSWER
-    arguments = unset | {
+    arguments = dict.fromkeys(hf_model.generation_config.to_diff_dict()) | {
+        # `generate` compares these with numbers, so they cannot be None.
+        "num_beams": 1,
+        "num_return_sequences": 1,
         "max_new_tokens": max_new_tokens,
         "do_sample": False,
         "use_cache": True,
@@ -203,10 +200,7 @@ def draws_tokens(sampling: Sampling) -> bool:
 
 
 def _arguments(
-    hf_model: PreTrainedModel,
-    tokenizer: Any,
-    sampling: Sampling,
-    max_new_tokens: int,
+    hf_model: PreTrainedModel, tokenizer: Any, sampling: Sampling, max_new_tokens: int
 ) -> dict[str, Any]:
     arguments: dict[str, Any] = {
         "max_new_tokens": max_new_tokens,
@@ -233,12 +227,7 @@ def stop_strings(hf_model: PreTrainedModel, sampling: Sampling) -> tuple[str, ..
 
 
 _DRAFTS = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit")
-
-
-def _drafts(hf_model: PreTrainedModel, arguments: Mapping[str, Any]) -> list[str]:
-    """Names of the options that enable speculative decoding."""
-    config: Any = arguments.get("generation_config", hf_model.generation_config)
-    return [n for n in _DRAFTS if arguments.get(n) or getattr(config, n, None)]
+"""Options that enable speculative decoding."""
 
 
 def fills_in_order(hf_model: PreTrainedModel, sampling: Sampling) -> bool:

@@ -57,31 +57,24 @@ def fingerprint_of(
         files: Files that the weights were loaded from. Default: hash all tensors of the model.
     """
     weights = weights_digest(hf_model) if files is None else files.digests()
-    return _fingerprint(_settings(hf_model), hf_model.dtype, weights, tokenizer, kinds)
+    config, adapters = hf_model.config, _adapters(hf_model)
+    return fingerprint_of_weights(weights, config, hf_model.dtype, tokenizer, kinds, adapters)
 
 
-def fingerprint_of_files(
+def fingerprint_of_weights(
+    weights: str | list[str],
     config: Any,
     dtype: torch.dtype,
-    files: WeightFiles,
-    tokenizer: BlockTokenizer,
-    kinds: Sequence[LayerKind] = (),
-) -> str:
-    """Fingerprint of the model in ``files``, as loaded with this config and dtype."""
-    settings = {"config": _settled(config.to_dict()), "adapters": {}}
-    return _fingerprint(settings, dtype, files.digests(), tokenizer, kinds)
-
-
-def _fingerprint(
-    settings: dict[str, Any],
-    dtype: torch.dtype,
-    weights: str | list[str],
     tokenizer: BlockTokenizer,
     kinds: Sequence[LayerKind],
+    adapters: dict[str, Any] | None = None,
 ) -> str:
+    """Fingerprint of a model that need not be loaded. ``weights``: Digests of its weights or weight
+    files."""
     contents = {
         "kv_version": KV_VERSION,
-        **settings,
+        "config": _settled(config.to_dict()),
+        "adapters": adapters or {},
         "dtype": str(dtype),
         "weights": weights,
         "tokenizer": tokenizer.fingerprint,
@@ -94,26 +87,15 @@ def _fingerprint(
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-class Snapshot:
-    """Snapshot of a model's config, active adapters and weights, used to detect later changes.
+def snapshot(hf_model: PreTrainedModel) -> tuple[Any, ...]:
+    """Snapshot of a model's config, active adapters and weights, to be compared with a later one.
 
     Weights are compared by address and write count, which is cheap enough to do for every batch.
     Two kinds of writes are not detected: those that bypass PyTorch's write count
     (``weight.data.add_(...)``), and those to buffers that are not saved with the model, such as
     rotary frequencies.
     """
-
-    def __init__(self, hf_model: PreTrainedModel) -> None:
-        self._hf_model = hf_model
-        self._state = _places(hf_model), _settings(hf_model)
-
-    @property
-    def is_current(self) -> bool:
-        return (_places(self._hf_model), _settings(self._hf_model)) == self._state
-
-
-def _settings(hf_model: PreTrainedModel) -> dict[str, Any]:
-    return {"config": _settled(hf_model.config.to_dict()), "adapters": _adapters(hf_model)}
+    return _places(hf_model), _settled(hf_model.config.to_dict()), _adapters(hf_model)
 
 
 def _settled(config: dict[str, Any]) -> dict[str, Any]:

@@ -15,12 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import (
-    AttentionInterface,
-    AttentionMaskInterface,
-    DynamicCache,
-    PreTrainedModel,
-)
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedModel
 from transformers.cache_utils import (
     DynamicLayer,
     DynamicSlidingWindowLayer,
@@ -38,13 +33,6 @@ Attention = Literal["full", "windowed", "latent", "shared", "none"]
 
 _WATCHED = "blockattn_watched"
 _FAR = 1 << 30
-_NAMES = {
-    "full": "attention",
-    "windowed": "windowed attention",
-    "latent": "latent attention",
-    "shared": "shared attention",
-    "none": "no cache",
-}
 _REFUSED = {
     "DynamicIndexedLayer": "sparse attention with an indexer, whose choice of tokens changes when "
     "a block moves",
@@ -82,13 +70,13 @@ class LayerKind:
         return self.attention in ("full", "windowed") and not self.has_state
 
     def __str__(self) -> str:
-        if not self.has_state:
-            return _NAMES[self.attention]
-        return "state" if self.attention == "none" else f"{_NAMES[self.attention]} and state"
+        if self.attention == "none":
+            return "state" if self.has_state else "no cache"
+        name = "attention" if self.attention == "full" else f"{self.attention} attention"
+        return f"{name} and state" if self.has_state else name
 
 
 PLAIN = LayerKind()
-STATE = LayerKind("none", has_state=True)
 
 
 def summary(kinds: Sequence[LayerKind]) -> str:
@@ -258,7 +246,7 @@ def _measured(
                 attention = "latent"
             return LayerKind(attention, window, has_state)
         if has_state:
-            return STATE
+            return LayerKind("none", has_state=True)
     elif keeps or type(layer).__name__ != "DummyLayer":  # Not in transformers 5.19.
         name = type(layer).__name__
         about = _REFUSED.get(name, f"caches its state in a {name}, which is not supported")

@@ -15,12 +15,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from blockattn_rag.kv.block_kv import outline
-from blockattn_rag.kv.rope import (
-    RotaryLayout,
-    fit_layout,
-    fused_rotation,
-    relative_error,
-)
+from blockattn_rag.kv.rope import RotaryLayout, fit_layout, fused_rotation, relative_error
 from blockattn_rag.model.kinds import (
     LayerKind,
     ProbeError,

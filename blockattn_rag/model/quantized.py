@@ -74,17 +74,13 @@ def check_quantization(name: str, settings: Mapping[str, Any]) -> None:
             "support: use another checkpoint of the model."
         )
     packages = ("accelerate", *_PACKAGES.get(method, ()))
-    missing = [package for package in packages if not _is_installed(package)]
+    modules = {package: _MODULES.get(package, package.replace("-", "_")) for package in packages}
+    missing = [name for name, module in modules.items() if importlib.util.find_spec(module) is None]
     if missing:
         raise ImportError(
             f"{name} is quantized with {method}. Loading it needs {' and '.join(missing)}: run "
             f"`pip install {' '.join(missing)}`"
         )
-
-
-def _is_installed(package: str) -> bool:
-    module = _MODULES.get(package, package.replace("-", "_"))
-    return importlib.util.find_spec(module) is not None
 
 
 def loading_arguments(

@@ -88,7 +88,7 @@ def with_recomputed(
     layers: Any = cache.layers
     kinds = model.profile.kinds
     cache.layers = [
-        _ReplacingLayer(layer, places) if kind.stores else layer
+        _ReplacingLayer(layer.keys, layer.values, places) if kind.stores else layer
         for layer, kind in zip(layers, kinds, strict=True)
     ]
     windows, has_kernel = layer_windows(kinds), model.has_causal_kernel
@@ -215,13 +215,10 @@ def measured_layers(windows: Mapping[int, int | None]) -> list[int]:
 class _ReplacingLayer(DynamicLayer):
     """Cache layer in which a forward pass replaces the keys and values at ``places``."""
 
-    def __init__(self, layer: DynamicLayer, places: Tensor) -> None:
-        assert layer.keys is not None
-        assert layer.values is not None
+    def __init__(self, keys: Tensor, values: Tensor, places: Tensor) -> None:
         super().__init__()
-        self.lazy_initialization(layer.keys, layer.values)
-        self.keys, self.values = layer.keys, layer.values
-        self._places = places
+        self.lazy_initialization(keys, values)
+        self.keys, self.values, self._places = keys, values, places
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> Any:
         assert self.keys is not None

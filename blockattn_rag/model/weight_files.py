@@ -7,7 +7,6 @@ import json
 import logging
 import os
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -71,23 +70,20 @@ class WeightFile:
         key = {**asdict(self), "path": str(self.path)}
         if (digest := _kept(place, key)) is not None:
             return digest
-        with ExitStack() as stack:
-            try:
-                folder.mkdir(parents=True, exist_ok=True)
-                lock = place.with_suffix(".lock")
-                stack.enter_context(locked(lock, timeout_s=_LOCK_TIMEOUT_S))
-            except OSError as error:
-                self._warn(error)
-                return self._computed()
-            if (digest := _kept(place, key)) is not None:
-                # Another process has computed the digest in the meantime.
-                return digest
-            digest = self._computed()
-            try:
-                write_json(place, {**key, "digest": digest})
-            except OSError as error:
-                self._warn(error)
-            return digest
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with locked(place.with_suffix(".lock"), timeout_s=_LOCK_TIMEOUT_S):
+                # Another process may have computed the digest in the meantime.
+                if (digest := _kept(place, key)) is None:
+                    digest = self._computed()
+                    write_json(place, {**key, "digest": digest})
+        except ChangedFileError:
+            raise
+        except OSError as error:
+            logger.warning(
+                "Cannot cache the digest of %s, so it will be recomputed: %s", self.path, error
+            )
+        return digest or self._computed()
 
     def _computed(self) -> str:
         with self.path.open("rb") as stream:
@@ -98,11 +94,6 @@ class WeightFile:
                 "until it is complete, and load the model again"
             )
         return digest
-
-    def _warn(self, error: OSError) -> None:
-        logger.warning(
-            "Cannot cache the digest of %s, so it will be recomputed: %s", self.path, error
-        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,10 +43,6 @@ class Checkpoint:
         """Block-mode options that the model was trained with. Empty for control models."""
         return {"positions": "reordered", "sink": NO_SINK} if self.block_tuned else {}
 
-    def unmet(self, positions: str, sink: str) -> str:
-        """Sentence that explains why block mode is worse than published. Empty if it is not."""
-        return other_switches(self.hub_id, self.switches, {"positions": positions, "sink": sink})
-
 
 def other_switches(model: str, trained: Mapping[str, str], used: Mapping[str, str]) -> str:
     """Sentence on how options differ from those used in training. Empty if they match."""

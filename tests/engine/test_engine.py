@@ -296,7 +296,7 @@ def test_a_waiting_request_does_not_need_its_engine(
     ("place", "batch_tokens"),
     [
         ("BlockModel.encode", 4096),
-        ("BlockModel.generate", 1),  # too few for two rows, so each is answered alone
+        ("BlockModel.generate_batch", 1),  # too few for two rows, so each is answered alone
         ("BlockModel.generate_batch", 4096),
     ],
 )

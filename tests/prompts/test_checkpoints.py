@@ -15,7 +15,12 @@ from blockattn_rag.lab.training.config import FinetuneConfig
 from blockattn_rag.model import BlockModel
 from blockattn_rag.model.loading import load_tokenizer
 from blockattn_rag.prompts.blocks import BlockPrompt
-from blockattn_rag.prompts.checkpoints import CHECKPOINTS, format_for, known_checkpoint
+from blockattn_rag.prompts.checkpoints import (
+    CHECKPOINTS,
+    format_for,
+    known_checkpoint,
+    other_switches,
+)
 from blockattn_rag.prompts.formats import FORMATS
 from blockattn_rag.prompts.tokenization import BlockTokenizer
 from tests.models import shared_tiny_llama, tiny_tokenizer
@@ -122,5 +127,6 @@ def test_checkpoints_have_the_format_and_settings_that_they_were_trained_with() 
         "hxia7/Llama-3-8B-block": "llama3-block",
         "hxia7/Qwen3-8B-Block-FT": None,
     }
-    default = Recipe()
-    assert not any(known.unmet(default.positions, default.sink) for known in CHECKPOINTS.values())
+    used = {"positions": Recipe().positions, "sink": Recipe().sink}
+    for known in CHECKPOINTS.values():
+        assert not other_switches(known.hub_id, known.switches, used)

@@ -17,7 +17,7 @@ import time
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from blockattn_rag.app.rag.names import HASHING, absolute_embedding, check_recipe, load_embedding
 from blockattn_rag.engine.outline import STOCK, STOCK_SOURCE, TEXT_FORMS, RecipeOutline
@@ -206,14 +206,12 @@ class Database:
     @property
     def engine(self) -> BlockAttentionEngine:
         """Engine. Raises DatabaseError if the model runs on a server."""
-        from blockattn_rag.engine.engine import BlockAttentionEngine
-
-        if not isinstance(self.model, BlockAttentionEngine):
+        if (server := self.server) is not None:
             raise DatabaseError(
-                f"{self.path} uses the server {self.model.url}, but this command requires a model "
-                "in this process: pass --model"
+                f"{self.path} uses the server {server.url}, but this command requires a model in "
+                "this process: pass --model"
             )
-        return self.model
+        return cast("BlockAttentionEngine", self.model)
 
     @cached_property
     def tokenizer(self) -> BlockTokenizer:
