@@ -82,6 +82,7 @@ class BlockKV:
 
     @property
     def key(self) -> str:
+        """Store key of this block."""
         return store_key(self.fingerprint, self.digest, self.namespace)
 
     @property

@@ -43,6 +43,7 @@ class Context:
 
     @property
     def lengths(self) -> tuple[int, ...]:
+        """Number of tokens of each block."""
         return tuple(block.kv.num_tokens for block in self.blocks)
 
     @property
@@ -72,9 +73,10 @@ def assemble(
         room: Number of uninitialized tokens at the end of each tensor, as space for later states.
 
     Yields:
-        Keys, re-encoded by each block's shift, and values, ``[K, tokens + room, head_dim]`` in the
-        blocks' dtype. Stored tensors are never modified. Without room, a context of one block that
-        is neither shifted nor quantized yields the stored tensors themselves.
+        Keys, re-encoded by each block's shift, and values, ``[num_kv_heads, tokens + room,
+        head_dim]`` in the blocks' dtypes. Stored tensors are never modified. Without room, a
+        context of one block that is neither shifted nor quantized yields the stored tensors
+        themselves.
     """
     angles: Angles = {}
     for index, layout in enumerate(layouts):
@@ -94,7 +96,8 @@ def joined_states(
     if layout not in angles:
         angles[layout] = _angles(blocks, layout, joined.device)
     # Keys of quantized blocks are in float32 here, and are only rounded after the rotation.
-    dtype = values[0].dtype
+    scales = next((b.kv.scales for b in blocks if b.kv.scales is not None), None)
+    dtype = joined.dtype if scales is None else scales.dtype
     if not room and not joined.is_cuda:  # Saves a tensor and a pass over memory.
         return rotate(joined, *angles[layout], layout).to(dtype), _joined(values, room)
     heads, tokens, size = joined.shape

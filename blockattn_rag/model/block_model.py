@@ -6,36 +6,32 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from blockattn_rag.attention.relay import RELAY_FINAL_TOKENS, LayerReads
 from blockattn_rag.errors import ContextOverflowError, GrammarError, UnsupportedModelError
 from blockattn_rag.kv.block_kv import BlockKV
-from blockattn_rag.kv.context import Assembly, Context
-from blockattn_rag.model import decoding, loading, relay_attention
-from blockattn_rag.model.caches import ContextCache, copied_cache
-from blockattn_rag.model.checkpoint import TunedModel
+from blockattn_rag.model import decoding, loading
+from blockattn_rag.model.caches import ContextCache
 from blockattn_rag.model.constraint import AnswerRules
+from blockattn_rag.model.context_model import ContextModel
 from blockattn_rag.model.encoding import EncodeRequest, batches, encode_batch
-from blockattn_rag.model.exclusion import lock_of, turn_to_draw
+from blockattn_rag.model.exclusion import turn_to_draw
 from blockattn_rag.model.fingerprint import fingerprint_of, snapshot
-from blockattn_rag.model.graphs import GraphRunner
 from blockattn_rag.model.packing import pack_linears
-from blockattn_rag.model.probe import AttentionProfile, profile_attention, vocabulary_size
+from blockattn_rag.model.probe import vocabulary_size
 from blockattn_rag.model.relay_attention import last_logits
 from blockattn_rag.model.repetition import LoopGuard
 from blockattn_rag.model.sampling import Sampling
-from blockattn_rag.model.states import HeadStates
 from blockattn_rag.model.weight_files import ChangedFileError, WeightFiles
 from blockattn_rag.output.grammar import Grammar
 from blockattn_rag.prompts.tokenization import BlockTokenizer
 
 
-class BlockModel(TunedModel):
+class BlockModel(ContextModel):
     """Causal language model from transformers that encodes blocks and generates answers from them.
 
     All ``BlockModel`` objects with the same ``hf_model`` share a lock, so that one method runs at a
@@ -70,12 +66,7 @@ class BlockModel(TunedModel):
         is_ready = isinstance(tokenizer, BlockTokenizer)
         self.tokenizer: BlockTokenizer = tokenizer if is_ready else BlockTokenizer(tokenizer)
         self.name = name or str(hf_model.config.name_or_path or type(hf_model).__name__)
-        self.hf_model = hf_model.eval()
-        self.config: Any = hf_model.config
-        self.lock = lock_of(hf_model)
-        with self.lock:
-            self.profile: AttentionProfile = profile_attention(hf_model)
-            self._head_states = HeadStates(hf_model, self.profile.kinds)
+        super().__init__(hf_model)
         if pack_weights:
             pack_linears(hf_model)
         self._snapshot = snapshot(hf_model)
@@ -117,11 +108,8 @@ class BlockModel(TunedModel):
         return hasattr(self.hf_model, "peft_config")
 
     @property
-    def device(self) -> torch.device:
-        return self.hf_model.device
-
-    @property
     def vocabulary_size(self) -> int:
+        """Size of the vocabulary, which token ids are smaller than."""
         return vocabulary_size(self.hf_model)
 
     @property
@@ -130,6 +118,7 @@ class BlockModel(TunedModel):
 
     @property
     def max_context_tokens(self) -> int:
+        """Maximum combined length of prompt and answer, in tokens."""
         return self.profile.max_context_tokens
 
     @cached_property
@@ -194,89 +183,6 @@ class BlockModel(TunedModel):
             yield computed
 
     @cached_property
-    def supports_relay(self) -> bool:
-        """Whether relay attention is exact for this model, tested on a short probe."""
-        with self.lock:
-            return relay_attention.relay_is_exact(self.hf_model, self.profile, self._layer_reads)
-
-    @cached_property
-    def _layer_reads(self) -> dict[int, LayerReads]:
-        """Tensors of a block that each layer reads on the relay path, measured on first access."""
-        with self.lock:
-            return relay_attention.measured_reads(self.hf_model, self.profile)
-
-    @cached_property
-    def _is_plain(self) -> bool:
-        """Whether relay is exact, and all attention is full, with neither soft caps nor sinks."""
-        with self.lock:
-            return relay_attention.is_plain(self.hf_model, self.profile)
-
-    @cached_property
-    def has_causal_kernel(self) -> bool:
-        """Whether the GPU's flash kernel is exact for copied contexts, tested on first access."""
-        with self.lock:
-            return self.supports_relay and relay_attention.causal_is_exact(
-                self.hf_model, self.profile
-            )
-
-    @cached_property
-    def graph_runner(self) -> GraphRunner | None:
-        """Runner for single requests on a GPU. None if a test shows that it is not exact."""
-        if self.device.type != "cuda" or not self.supports_relay:
-            return None
-        with self.lock:
-            return relay_attention.graph_runner(self.hf_model, self.profile)
-
-    def choose_assembly(
-        self, assembly: Assembly, final_tokens: int, contexts: Sequence[Context] = (Context(()),)
-    ) -> Literal["relay", "copy"]:
-        """Resolve ``assembly`` for this model and a batch with final blocks of ``final_tokens``.
-        Raises ``UnsupportedModelError`` for ``"relay"`` if the model does not support it."""
-        if assembly == "relay" and not self.supports_relay:
-            raise UnsupportedModelError(
-                f"{self.name} cannot use assembly='relay', because it has "
-                f"{relay_attention.OTHER_ATTENTION}: use assembly='copy' or 'auto'"
-            )
-        if assembly != "auto":
-            return assembly
-        if final_tokens > RELAY_FINAL_TOKENS or not self.supports_relay:
-            return "copy"
-        runner = self.graph_runner
-        if len(contexts) > 1 or (runner is not None and all(map(runner.relay.reads, contexts))):
-            return "relay"
-        # Without the runner, relay would concatenate the blocks, and launch more kernels.
-        is_slower = self.device.type != "cpu" and not self._is_plain
-        return "copy" if is_slower or self.has_causal_kernel else "relay"
-
-    def cache_for(
-        self, *contexts: Context, assembly: Literal["relay", "copy"] = "copy"
-    ) -> DynamicCache | None:
-        """Create a transformers cache with one context per row. The copy path pads on the left.
-
-        Returns None if all contexts are empty, unless the ``graph_runner`` runs the final block. A
-        hybrid model accepts one context, and gets the states after its first block.
-        """
-        hf_model, profile = self.hf_model, self.profile
-        runner = self.graph_runner if assembly == "relay" and len(contexts) == 1 else None
-        cache: Any = runner and runner.cache_for(*contexts)
-        if cache is None and not any(context.num_tokens for context in contexts):
-            return None
-        if cache is None and assembly == "relay":
-            cache = relay_attention.relay_cache(hf_model, contexts, profile, self._layer_reads)
-        elif cache is None:
-            cache = copied_cache(hf_model.config, contexts, profile.layouts, profile.kinds)
-            if len(contexts) == 1 and self.has_causal_kernel:
-                cache.attention = relay_attention.CausalAttention()
-        if cache.attention is not None:
-            # Re-enable relay, because other code may have changed the model's attention.
-            relay_attention.enable_relay(hf_model)
-        if profile.has_states:
-            (context,) = contexts
-            with self.lock:
-                self._head_states.start(cache, context.blocks[0].kv.token_ids.tolist())
-        return cache
-
-    @cached_property
     def end_token_ids(self) -> set[int]:
         """Ids of the tokens that end an answer, from the generation config or the tokenizer."""
         return decoding.end_token_ids(self.hf_model, self.tokenizer.tokenizer)
@@ -287,6 +193,7 @@ class BlockModel(TunedModel):
         return AnswerRules(self.tokenizer.tokenizer, self.end_token_ids, self.name)
 
     def loop_guard(self, sampling: Sampling) -> LoopGuard | None:
+        """Loop guard for one answer; None if these options disable it."""
         is_on = decoding.takes_likeliest(self.hf_model, sampling)
         return self.rules.loop_guard(sampling.grammar) if is_on else None
 

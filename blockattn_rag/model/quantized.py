@@ -61,7 +61,7 @@ def check_quantization(name: str, settings: Mapping[str, Any]) -> None:
     if not settings:
         return
     method = str(getattr(settings.get("quant_method"), "value", settings.get("quant_method")))
-    if settings.get("load_in_8bit"):
+    if settings.get("load_in_8bit") or method == "bitsandbytes_8bit":
         raise UnsupportedModelError(
             f"{name} is quantized with bitsandbytes in 8 bits, which block mode does not support: "
             "LLM.int8 quantizes activations, and its outliers depend on all tokens of a forward "

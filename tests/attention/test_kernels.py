@@ -127,6 +127,8 @@ def test_kernels_stay_within_rounding(kernel: Kernel, dtype: torch.dtype, size: 
         key = random(1, KV_HEADS, keys, size, seed=1, dtype=dtype)
         value = random(1, KV_HEADS, keys, size, seed=2, dtype=dtype)
         assert_exact(kernel, query, key, value)
+    # These scores overflow `exp` unless the maximum is subtracted.
+    assert_exact(kernel, 1000 * query, key, value)
 
 
 @pytest.mark.usefixtures("cuda_kernels")

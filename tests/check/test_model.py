@@ -16,7 +16,7 @@ from blockattn_rag.check.model import check_model
 from blockattn_rag.check.oracle import segments, state_mixers
 from blockattn_rag.kv.context import Context, assemble
 from blockattn_rag.kv.rope import Pairing, RotaryLayout
-from blockattn_rag.model import BlockModel, block_model, caches, encoding
+from blockattn_rag.model import BlockModel, caches, context_model, encoding
 from blockattn_rag.model.caches import copied_cache
 from blockattn_rag.model.kinds import LayerKind, layer_states, storing, summary
 from blockattn_rag.model.states import HeadStates
@@ -107,7 +107,8 @@ def test_recomputation_is_checked_with_a_recipe_that_uses_it(
     report = check_model(model, recipe)
     assert report.passed
     assert name in {row.name for row in report.rows}
-    monkeypatch.setattr("blockattn_rag.model.recompute._compute", lambda *_: None)
+    replacing = "blockattn_rag.model.recompute._ReplacingLayer.update"
+    monkeypatch.setattr(replacing, lambda own, *_: (own.keys, own.values))
     assert failed(model, recipe) == {name}
 
 
@@ -179,7 +180,7 @@ def test_a_window_off_by_one_fails(kind: str, monkeypatch: pytest.MonkeyPatch) -
         config.sliding_window -= 1
         return copied_cache(config, *arguments)
 
-    monkeypatch.setattr(block_model, "copied_cache", shorter)
+    monkeypatch.setattr(context_model, "copied_cache", shorter)
     assert "assembled = oracle" in failed(model)
 
 

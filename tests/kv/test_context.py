@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -32,7 +34,11 @@ def test_a_context_may_be_empty_and_unknown_positions_are_refused() -> None:
 
 
 def test_assembled_keys_are_moved_and_values_are_unchanged() -> None:
-    blocks = [block(3, 1), block(1, 2), block(5, 3)]
+    # Keys and values may have different dtypes.
+    blocks = [
+        replace(kv, values=tuple(values.half() for values in kv.values))
+        for kv in (block(3, 1), block(1, 2), block(5, 3))
+    ]
     context = place(blocks)
     for index, (keys, values) in enumerate(assemble(context, LAYOUTS)):
         moved = [shift_positions(b.kv.keys[index], b.shift, LAYOUTS[index]) for b in context.blocks]

@@ -15,6 +15,7 @@ from blockattn_rag.engine.engine import BlockAttentionEngine
 from blockattn_rag.kv.rope import relative_error
 from blockattn_rag.model import BlockModel
 from blockattn_rag.model.checkpoint import CheckpointModel
+from blockattn_rag.model.loading import load_model
 from blockattn_rag.model.miniature import VOCABULARY, shrunk
 from blockattn_rag.model.multimodal import language_model
 from blockattn_rag.model.probe import LOGITS
@@ -101,7 +102,7 @@ def test_text_answers_are_those_of_the_multimodal_model(name: str, tmp_path: Pat
     assert second.token_ids == first.token_ids
 
 
-def test_loading_only_the_language_model_drops_the_image_encoder() -> None:
+def test_loading_only_the_language_model_drops_the_image_encoder(tmp_path: Path) -> None:
     original: Any = multimodal("gemma3")
     alone: Any = language_model(original)
     names = [name for name, _ in alone.named_parameters()]
@@ -110,6 +111,8 @@ def test_loading_only_the_language_model_drops_the_image_encoder() -> None:
     assert alone.model is original.get_decoder()
     assert alone.generation_config is original.generation_config
     assert language_model(alone) is alone
+    alone.save_pretrained(tmp_path)
+    assert type(load_model(tmp_path, device="cpu")) is type(alone)
 
 
 def test_the_fine_tuning_mark_is_kept(tmp_path: Path) -> None:

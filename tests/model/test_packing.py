@@ -180,14 +180,15 @@ def test_under_autocast_all_rows_have_its_dtype() -> None:
         assert {layer(torch.randn(rows, 57)).dtype for rows in (2, 8)} == {torch.bfloat16}
 
 
-def no_such_function(_: object) -> Tensor:
-    raise AttributeError("no such thing")
-
-
-@pytest.mark.parametrize("pack", [no_such_function, torch.zeros_like], ids=["missing", "wrong"])
-def test_packing_is_optional(
-    pack: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("fault", [AttributeError, RuntimeError, TypeError, None])
+def test_packing_that_fails_or_is_wrong_is_not_used(
+    fault: type[Exception] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def pack(weight: Tensor) -> Tensor:
+        if fault is not None:
+            raise fault("no such thing")
+        return weight
+
     monkeypatch.setattr(packing, "_pack", pack)
     monkeypatch.setattr(packing, "_packed_linear", lambda *_: torch.zeros(1, 8, 40))
     monkeypatch.setattr(packing, "_is_available", packing._is_available.__wrapped__)

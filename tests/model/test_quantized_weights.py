@@ -240,9 +240,10 @@ def test_missing_packages_are_named(
 
 
 def test_a_scheme_that_cannot_be_exact_or_is_unknown_is_refused() -> None:
-    eight = {"quant_method": "bitsandbytes", "load_in_8bit": True}
-    with pytest.raises(UnsupportedModelError, match=r"depend on other blocks\. Use .*dtype='int8'"):
-        check_quantization("org/model", eight)
+    named = {"quant_method": "bitsandbytes_8bit"}
+    for eight in (named, {"quant_method": "bitsandbytes", "load_in_8bit": True}):
+        with pytest.raises(UnsupportedModelError, match=r"other blocks\. Use .*dtype='int8'"):
+            check_quantization("org/model", eight)
     with pytest.raises(UnsupportedModelError, match="quantized with 'new', which this version"):
         check_quantization("org/model", {"quant_method": "new"})
     check_quantization("org/model", {})

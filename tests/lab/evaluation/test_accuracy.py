@@ -210,3 +210,7 @@ def test_records_survive_a_round_trip(tmp_path: Path) -> None:
     RecordFile(path, settings, parse).append([RECORD])
     assert path.read_text("utf-8") == LINES
     assert RecordFile(path, settings, parse).records == {("q1", "head:4"): RECORD}
+    for damaged in ("[1]", "{"):
+        path.write_text(f"{LINES}{damaged}\n", "utf-8")
+        with pytest.raises(DataError, match=r"line 3: not a record \(.*; choose another file"):
+            RecordFile(path, settings, parse)

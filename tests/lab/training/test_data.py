@@ -137,6 +137,7 @@ def check_prefix(encoder: SampleEncoder, record: Any, prompt: Any) -> None:
 
 
 BAD_LINES: dict[str, tuple[bytes, str]] = {
+    "not JSON": (b'{"messages": [', "Invalid JSON"),
     "no known key": (b'{"text": "a"}', "Found keys 'text', expected 'messages'"),
     "missing response": (b'{"blocks": ["a"], "prompt": "b"}', "Missing key 'response'"),
     "empty block": (b'{"blocks": ["a", " "], "prompt": "b", "response": "c"}', "empty 'blocks[1]"),
