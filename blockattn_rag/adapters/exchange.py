@@ -81,7 +81,8 @@ def tools_of(model: Model, call: Mapping[str, Any]) -> ToolUse | None:
 def template_variables(model: Model, given: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return the chat template's variables. Those of the call override ``generate_kwargs``."""
     defaults = model.generate_kwargs.get("chat_template_kwargs") or {}
-    return check_template_kwargs(model.source.tokenizer.tokenizer, {**defaults, **(given or {})})
+    tokenizer = model.source.tokenizer.tokenizer
+    return check_template_kwargs(tokenizer, defaults) | check_template_kwargs(tokenizer, given)
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,6 +38,9 @@ def live_handles(places: Iterable[Any]) -> set[str]:
     Args:
         places: Chroma collections, LangChain documents, LlamaIndex nodes, or metadata mappings.
 
+    Raises:
+        TypeError: An item has another type.
+
     Example::
 
         gc(open_store("kv"), live_handles(index.docstore.docs.values()))

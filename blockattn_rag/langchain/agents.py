@@ -82,7 +82,11 @@ def block_retriever_tool(
         retriever: Retriever of the passages.
         name: Name of the tool.
         description: Description of the tool, for the model.
-        document_prompt: Prompt that formats a document, as in ``BlockKVTransformer``.
+        document_prompt: Prompt that formats a document, as in ``BlockKVTransformer``. Default: the
+            document's ``page_content``.
+
+    Raises:
+        TypeError: ``retriever`` is not a retriever (but, for example, a vector store).
     """
     look_up, alook_up = _lookups(retriever, document_prompt)
     return StructuredTool(
@@ -109,7 +113,11 @@ class RetrieveFirst(AgentMiddleware[Any, Any]):
             inserted at the start of the user's message, without a call.
         name: Name of the tool in the agent's messages.
         document_prompt: See ``block_retriever_tool``.
-        condense: Chat model that rewrites follow-up questions as standalone questions.
+        condense: Chat model that rewrites follow-up questions as standalone questions. Default:
+            questions are looked up unchanged.
+
+    Raises:
+        TypeError: ``retriever`` or ``condense`` has another type, such as a vector store or a name.
 
     Example::
 

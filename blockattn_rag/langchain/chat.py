@@ -142,13 +142,10 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):
         Raises:
             ValueError: The chat template does not support tools, or an option is invalid.
         """
-        options = {
-            "tools": [convert_to_openai_tool(tool, strict=strict) for tool in tools],
-            "tool_choice": tool_choice,
-            "parallel_tool_calls": parallel_tool_calls,
-            **kwargs,
-        }
-        options = {name: value for name, value in options.items() if value is not None}
+        definitions = [convert_to_openai_tool(tool, strict=strict) for tool in tools]
+        choices = {"tool_choice": tool_choice, "parallel_tool_calls": parallel_tool_calls}
+        chosen = {name: value for name, value in choices.items() if value is not None}
+        options = {"tools": definitions, **chosen, **kwargs}
         tools_of(self, options)  # Raises an error if an option is invalid.
         return self.bind(**options)
 
@@ -179,6 +176,7 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):
         Raises:
             IncompleteAnswerError: Raised by calls if the answer was cut off.
             GrammarError: Raised by calls if the schema cannot be compiled.
+            TypeError: An argument is unknown.
         """
         check_known(type(self), kwargs, ["schema", "method", "include_raw", "strict"])
         return structured_chat(

@@ -42,6 +42,10 @@ class SourceFields(BaseModel):
         model_kwargs: Arguments for loading the model, such as ``dtype``, ``device`` or
             ``tokenizer`` (an object, name or path).
         block_template: Text around each passage. Ingestion and answers must use the same template.
+
+    Raises:
+        ValueError: No model was passed, or several were.
+        TypeError: An argument is unknown.
     """
 
     model_config = ConfigDict(
@@ -83,7 +87,8 @@ class SourceFields(BaseModel):
 class GenerationFields(SourceFields):
     """Fields of an in-process language model: the default options of all calls.
 
-    LangChain's standard arguments ``timeout`` and ``max_retries`` have no effect in this process.
+    Options of a call override them. LangChain's standard arguments ``timeout`` and ``max_retries``
+    have no effect in this process.
 
     Args:
         max_tokens (or max_new_tokens): Maximum number of tokens in an answer.

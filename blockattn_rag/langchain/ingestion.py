@@ -27,7 +27,8 @@ class BlockKVTransformer(SourceFields, BaseDocumentTransformer):
 
     Args:
         model, engine, kv_store, block_template, recipe, ...: See ``SourceFields``.
-        llm: Chat model whose model and settings to use. Replaces the above.
+        llm: Chat model, with or without bound options, whose model, store, template and recipe to
+            use. Replaces the above.
         server: Address of a server that encodes the documents into its own store, such as
             ``"http://gpu:8000"``, or a list of servers that share a store. Replaces the above.
         journal: Folder that records which server stored which passage (see ``ServerPool``).
@@ -81,6 +82,9 @@ class HashingEmbeddings(Embeddings):
     """Embedding model that counts hashed words and character n-grams, and needs no download.
 
     It matches only passages that share words with the question. Do not use it in production.
+
+    Args:
+        dimensions: Length of the vectors, which are unit vectors.
     """
 
     def __init__(self, dimensions: int = 2048) -> None:

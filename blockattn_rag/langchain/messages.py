@@ -186,6 +186,9 @@ def without_markers(value: Any) -> Any:
     Args:
         value: String, prompt value, message, or list of messages in any format that chat models
             accept.
+
+    Raises:
+        TypeError: The value has another type.
     """
     if isinstance(value, str):
         return strip_markers(value)

@@ -59,7 +59,8 @@ class BlockKVTransform(SourceComponent, TransformComponent):
         journal: Folder that records which server stored which passage (see ``ServerPool``).
         api_key: API key of the server. Default: the environment variable ``BLOCKATTN_RAG_API_KEY``,
             which other processes also use.
-        llm: LLM whose model and settings, or whose server, to use. Replaces the above.
+        llm: LLM whose model, store, template and recipe, or whose server, to use. Replaces the
+            above.
         block_template: Text around each passage. The LLM must use the same template.
         show_progress: Whether to show a progress bar.
         hide_file_paths: Whether to exclude ``file_path`` of ``SimpleDirectoryReader`` from blocks.
@@ -174,7 +175,8 @@ class BlockKVTransform(SourceComponent, TransformComponent):
 
     @classmethod
     def from_dict(cls, data: dict[str, Any], **kwargs: Any) -> BlockKVTransform:
-        fields = {name: data[name] for name in cls.model_fields if name in data}
+        storage = ("fingerprint", "store", "namespace", "encoding")  # See ``to_dict``.
+        fields = {name: value for name, value in data.items() if name not in storage}
         return super().from_dict(fields, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -242,7 +244,7 @@ class HashingEmbedding(BaseEmbedding):
         return self._get_text_embedding(query)
 
     async def _aget_query_embedding(self, query: str) -> Embedding:
-        return self._get_query_embedding(query)
+        return await asyncio.to_thread(self._get_query_embedding, query)
 
 
 def add_nodes(vector_store: ChromaVectorStore, nodes: Sequence[BaseNode], client: Any) -> list[str]:

@@ -143,7 +143,11 @@ class BlockPromptHelper(PromptHelper):
 
     @classmethod
     def from_llm(cls, llm: Any, **kwargs: Any) -> BlockPromptHelper:
-        """Create a helper with the context window, tokenizer and template of an LLM."""
+        """Create a helper with the context window, tokenizer and template of an LLM.
+
+        Raises:
+            TypeError: The LLM is neither a ``BlockAttentionLLM`` nor from ``served_llm``.
+        """
         if not isinstance(llm, BlockLLM):
             raise TypeError(
                 "Expected a BlockAttentionLLM, or the LLM of served_llm(url); found "

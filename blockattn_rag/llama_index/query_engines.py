@@ -56,6 +56,10 @@ def encode_prompt_head(
 
     Answering a question stores only passages, so without this function, the first question in each
     process prefills that text. If the template puts the question first, nothing is stored.
+
+    Args:
+        prompt: Template with ``context_str`` and ``query_str``. Default: LlamaIndex's
+            question-answering template.
     """
     query = "\u241equery\u241e"
     head = llm.filled(prompt, context_str=wrap("passage"), query_str=query).context[:1]

@@ -53,12 +53,18 @@ class ServedLLM(OpenAILike):
         return self._token_counter().text_ids(strip_markers(text))
 
     def prompt_tokens(self, prompt: BasePromptTemplate, **variables: str) -> int:
+        if not self.is_chat_model:
+            text = strip_markers(self._get_prompt(prompt, **variables))
+            return len(self._token_counter().final_ids(text, first=True))
         messages = self._get_messages(prompt, **variables)
         turns = [{"role": str(m.role.value), "content": m.content or ""} for m in messages]
         ids = self._token_counter().tokenizer.apply_chat_template(
             turns, tokenize=True, add_generation_prompt=True, return_dict=False
         )
         return len(ids)
+
+    def _get_prompt(self, prompt: BasePromptTemplate, **prompt_args: Any) -> str:
+        return super()._get_prompt(prompt, **with_whole_passages(prompt_args))
 
     def _get_messages(self, prompt: BasePromptTemplate, **prompt_args: Any) -> list[ChatMessage]:
         return super()._get_messages(prompt, **with_whole_passages(prompt_args))

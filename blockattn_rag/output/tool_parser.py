@@ -57,6 +57,7 @@ def parse_answer(
 
     Args:
         text: Text of the answer without control tokens.
+        names: Names of the tools.
         token_ids: Token ids of the answer.
         tokenizer: The model's transformers tokenizer. Marks that are single tokens only count where
             ``token_ids`` contains the token, so that quoted calls remain text. None: marks are

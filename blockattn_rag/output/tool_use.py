@@ -143,7 +143,9 @@ def choice_of(choice: Any, tools: Sequence[Mapping[str, Any]]) -> str:
     """Normalize a tool choice to a value of ``ToolUse.choice``, or ``"none"``."""
     names = [tool["function"]["name"] for tool in tools]
     match choice:
-        case {"function": {"name": str(name)}} | {"name": str(name)}:
+        case {"function": {"name": str(name)}}:
+            choice = name
+        case {"name": str(name)} if "function" not in choice:
             choice = name
         case None | "auto":
             return AUTO

@@ -186,7 +186,10 @@ class BlockPrompt:
             if not isinstance(block, Block):
                 raise TypeError(f"Expected Block objects in context, found {type(block).__name__}")
         if not isinstance(self.final, str):
-            raise TypeError(f"Expected final to be a str, found {type(self.final).__name__}")
+            raise TypeError(
+                "Expected final, the last item of a prompt, to be a str, found "
+                f"{type(self.final).__name__}"
+            )
         if not self.context and not self.final:
             raise ValueError("The prompt is empty: it has no context block and no final text")
         spans = merged(self.final_spans or [Span(self.final, "prompt")])

@@ -8,7 +8,7 @@ passage is the final block.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from blockattn_rag.prompts.blocks import BlockPrompt, BlockTemplate, Span, merged
@@ -77,7 +77,8 @@ class PromptFormat:
         user = self.user_spans([Span(question, "conversation")], passages)
         if frame := self.frame:
             *context, after = user
-            start, turn, answer = (Span(text, "template") for text in astuple(frame))
+            parts = (frame.start, frame.turn, frame.answer)
+            start, turn, answer = (Span(text, "template") for text in parts)
             spans: tuple[Span, ...] = (start, *context, turn, after, answer)
         elif has_chat_template(tokenizer):
             messages: list[Message] = [{"role": "user", "content": user}]

@@ -61,7 +61,11 @@ def test_variables_of_a_call_override_those_of_the_model(
 def test_variables_that_the_template_does_not_read_are_refused(
     framework: Framework, engine: BlockAttentionEngine, where: str
 ) -> None:
-    wrong: dict[str, Any] = {"chat_template_kwargs": {"enable_thinkin": False}}
-    chat = framework.chat(engine, generate_kwargs=wrong if where == "model" else {})
-    with pytest.raises(ValueError, match="enable_thinkin in chat_template_kwargs, but the"):
-        framework.ask(chat, "whole", **(wrong if where == "call" else {}))
+    for value, error, message in (
+        ({"enable_thinkin": False}, ValueError, "enable_thinkin in chat_template_kwargs, but the"),
+        (["enable_thinking"], TypeError, "Expected chat_template_kwargs to be a mapping"),
+    ):
+        wrong: dict[str, Any] = {"chat_template_kwargs": value}
+        chat = framework.chat(engine, generate_kwargs=wrong if where == "model" else {})
+        with pytest.raises(error, match=message):
+            framework.ask(chat, "whole", **(wrong if where == "call" else {}))

@@ -40,7 +40,10 @@ def test_a_tool_choice_is_a_keyword_or_the_name_of_a_tool(choice: Any, expected:
     assert choice_of(choice, [tool("add"), tool("any")]) == expected
 
 
-@pytest.mark.parametrize("choice", [{"function": "add"}, {"function": {"name": None}}, {}, 1, "x"])
+@pytest.mark.parametrize(
+    "choice",
+    [{"function": "add"}, {"function": {"name": None}}, {"function": 3, "name": "add"}, {}, 1, "x"],
+)
 def test_invalid_tool_choices_are_refused(choice: Any) -> None:
     with pytest.raises(ValueError, match=r"the name of a tool \(add\)"):
         choice_of(choice, [tool("add")])

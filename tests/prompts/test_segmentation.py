@@ -52,6 +52,13 @@ class TestConversation:
         assert prompt.context[0].rendered == "<|begin|><|system|>\nBe brief."
         assert prompt.text == render_chat(tokenizer, CHAT)
 
+    def test_a_template_without_a_system_role_puts_the_system_text_first(self) -> None:
+        tokenizer = tiny_tokenizer(
+            chat="{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('none') }}"
+            "{% endif %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+        )
+        assert conversation(CHAT[:2], tokenizer).text == "[user]Be brief.\n\nHi"
+
     @pytest.mark.parametrize(
         ("template", "messages", "expected"),
         [

@@ -229,6 +229,24 @@ def test_configure_packs_complete_passages_for_a_server(server: FakeServer) -> N
         llama_index.configure(MockLLM())
 
 
+def test_passages_are_kept_complete_for_a_server_without_a_chat_template(
+    server: FakeServer,
+) -> None:
+    server.info["has_chat_template"] = False
+    llm = llama_index.served_llm(
+        server.url, api_key=KEY, tokenizer=tiny_tokenizer(chat=False), max_tokens=8,
+        context_window=900,
+    )  # fmt: skip
+    helper = llama_index.BlockPromptHelper.from_llm(llm)
+    texts = [wrap(f"Passage {number}: " + "word " * 30) for number in range(8)]
+    chunks = helper.repack(DEFAULT_TEXT_QA_PROMPT, texts, llm=llm)
+    assert [chunk.count("[[/kvblock:") for chunk in chunks] == [4, 4]
+    cut, _, end = texts[0].partition(" word word")
+    llm.predict(DEFAULT_TEXT_QA_PROMPT, context_str=cut, query_str="Which?")
+    closing = end[end.index("[[") :]
+    assert cut + closing in server.bodies(COMPLETIONS)[-1]["prompt"]
+
+
 def test_transform_of_a_server_can_be_copied_and_pickled_without_the_key(
     server: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -241,10 +241,13 @@ def sources(answer: AssistantAnswer, *, complete: bool = False) -> list[str]:
         page = f"page {source.page}" if source.page else ""
         name = " ".join(filter(None, (source.source, page, source.title)))
         score = "" if source.score is None else f" ({source.score:.2f})"
-        whole, text = f"\n{source.text.strip()}\n", " ".join(source.text.split())
-        more = "..." if len(text) > _SHOWN_CHARACTERS else ""
-        start = f": {text[:_SHOWN_CHARACTERS]}{more}"
-        lines.append(f"[{number}] {name}{score}{whole if complete else start}")
+        if complete:
+            text = f"\n{source.text.strip()}\n"
+        else:
+            line = " ".join(source.text.split())
+            more = "..." if len(line) > _SHOWN_CHARACTERS else ""
+            text = f": {line[:_SHOWN_CHARACTERS]}{more}"
+        lines.append(f"[{number}] {name}{score}{text}")
     return lines
 
 

@@ -156,18 +156,21 @@ def evaluate(
 
 def accuracy_table(title: str, results: Sequence[ModeResult]) -> RenderableType:
     columns = ("recipe", "accuracy (95 %)", "exact", "F1", "diff", "same", "reused")
-    rows = [
-        (
-            result.mode,
-            "{} ({}-{})".format(*map(percent, result.accuracy)),
-            percent(result.exact_match.mean),
-            percent(result.f1.mean),
-            "-" if result.mode == "full" else f"{result.difference.mean * 100:+.1f}",
-            percent(result.agreement),
-            percent(result.stats.reused_tokens / (result.stats.prompt_tokens or 1)),
+    rows = []
+    for result in results:
+        stats = result.stats
+        reused = stats.reused_tokens / stats.prompt_tokens if stats.prompt_tokens else None
+        rows.append(
+            (
+                result.mode,
+                "{} ({}-{})".format(*map(percent, result.accuracy)),
+                percent(result.exact_match.mean),
+                percent(result.f1.mean),
+                "-" if result.mode == "full" else f"{result.difference.mean * 100:+.1f}",
+                percent(result.agreement),
+                percent(reused),
+            )
         )
-        for result in results
-    ]
     return table(f"{title}, {count(results[0].samples, 'question')}", columns, rows)
 
 

@@ -31,8 +31,9 @@ def output_width() -> int | None:
 _JSON_FILE: ContextVar[TextIO | None] = ContextVar("json_file", default=None)
 """File to write JSON results to. None: results are printed as text."""
 
-stderr = Console(stderr=True)
-stdout = Console(width=output_width())
+# Without emoji codes, because ":smile:" in a passage or a file name is text.
+stderr = Console(stderr=True, emoji=False)
+stdout = Console(width=output_width(), emoji=False)
 
 # Control characters except tab and newline, characters that change the text direction, and lone
 # surrogates, which may occur in file names but cannot be encoded.

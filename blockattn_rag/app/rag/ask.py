@@ -221,10 +221,10 @@ class Assistant:
         No passage is read or stored.
         """
         self._retriever.retrieve("warm-up")
-        self._warm.update(get_args(Mode))
         if (server := self._database.server) is not None:
             for mode in get_args(Mode):
                 server.ask("warm-up", [], mode=mode, max_tokens=2)
+                self._warm.add(mode)
             return
         self._store_head(self._llm("block"))
         prompt = prompt_maker(self._database)("warm-up", [Passage("", "passage")])
@@ -233,6 +233,7 @@ class Assistant:
             self._database.engine.generate(
                 replace(prompt, context=head), mode=mode, max_new_tokens=2
             )
+            self._warm.add(mode)
 
     def _llm(self, mode: Mode) -> adapter.BlockAttentionLLM:
         return adapter.BlockAttentionLLM(

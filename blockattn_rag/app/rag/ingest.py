@@ -16,6 +16,7 @@ from blockattn_rag.app.rag.passages import delete_passages, ids_of
 from blockattn_rag.prompts.blocks import Block, handle_of
 
 if TYPE_CHECKING:
+    from chromadb.api.models.Collection import Collection
     from llama_index.core.schema import BaseNode, Document
 
 
@@ -64,6 +65,7 @@ def ingest_documents(
 
     from blockattn_rag.llama_index.nodes import stamp
 
+    collection = database.collection  # Fail before encoding if Chroma cannot be opened.
     tokenizer, size = database.tokenizer, database.manifest.chunk_size
     splitter = SentenceSplitter(
         chunk_size=size,
@@ -92,7 +94,7 @@ def ingest_documents(
     passages = [
         stamp(node, text) if text else node for node, text in zip(nodes, texts, strict=True)
     ]
-    added, removed = synchronize(database, passages, on_progress)
+    added, removed = synchronize(database, collection, passages, on_progress)
     if pool is not None:
         pool.remove_journal()
     return IngestReport(
@@ -125,12 +127,14 @@ def with_stable_ids(nodes: Sequence[BaseNode]) -> list[BaseNode]:
 
 
 def synchronize(
-    database: Database, passages: Sequence[BaseNode], report: Callable[[str, int, int], None]
+    database: Database,
+    collection: Collection,
+    passages: Sequence[BaseNode],
+    report: Callable[[str, int, int], None],
 ) -> tuple[int, int]:
     """Synchronize Chroma, so that sources have exactly these passages. Returns (added, removed)."""
     from llama_index.vector_stores.chroma import ChromaVectorStore
 
-    collection = database.collection
     sources = sorted({str(node.metadata[SOURCE_KEY]) for node in passages})
     existing = set(ids_of(collection, sources))
     new = [node for node in passages if node.node_id not in existing]

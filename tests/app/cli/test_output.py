@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -68,6 +69,14 @@ def test_control_characters_are_escaped_wherever_text_is_printed(
     assert not {"\x1b", "\x07", "\r", "\x9b"} & set(shown.out + shown.err)
 
 
+def test_emoji_codes_are_text(capsys: pytest.CaptureFixture[str]) -> None:
+    code = "[:smile:].txt"
+    note(code)
+    show(code, table(code, ("a",), [(code,)]))
+    shown = capsys.readouterr()
+    assert [shown.err.count(code), shown.out.count(code)] == [1, 3]
+
+
 def test_the_widest_eval_table_fits_into_80_columns_without_splitting_numbers() -> None:
     whole = Interval(1.0, 1.0, 1.0)
     result = ModeResult(
@@ -75,11 +84,13 @@ def test_the_widest_eval_table_fits_into_80_columns_without_splitting_numbers() 
         difference=Interval(-0.125, -0.2, -0.1), agreement=1.0, cut_off=9,
         stats=ReuseStats("block", hits=9, misses=1, reused_tokens=999, computed_tokens=1),
     )  # fmt: skip
+    failed = replace(result, stats=ReuseStats("block"))
     console = Console(width=80)
     with console.capture() as capture:
-        console.print(accuracy_table("bundled on questions.jsonl", [result]))
+        console.print(accuracy_table("bundled on questions.jsonl", [result, failed]))
     lines = [line for line in capture.get().splitlines() if line.strip(" ─")]
-    assert len(lines) == 3  # title, column names, one row
+    assert len(lines) == 4  # title, column names, two rows
+    assert lines[3].split()[-1] == "-"  # no prompt was answered
     shown = ["block-composite", "100.0 (100.0-100.0)", "100.0", "-12.5", "99.9"]
     assert [cell in lines[2] for cell in shown] == [True] * len(shown)
 

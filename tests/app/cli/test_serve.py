@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from blockattn_rag import Recipe
 from blockattn_rag.app.serving import settings_of
 from blockattn_rag.model import BlockModel
 from blockattn_rag.server.protocol import OPENAI
@@ -107,7 +108,9 @@ def test_a_database_is_served_with_its_settings(
     monkeypatch.setenv("BLOCKATTN_RAG_HOME", str(tmp_path / "home"))
     manifest = database / "blockattn.json"
     fields = json.loads(manifest.read_text())
-    manifest.write_text(json.dumps({**fields, "namespace": "team", "kv_dtype": "int8"}))
+    changed = {"namespace": "team", "kv_dtype": "int8", "store": str(tmp_path / "kv")}
+    manifest.write_text(json.dumps({**fields, **changed}))
+    Recipe("head:2").save(database / "recipe")
     output = cli(
         "serve", "--db", database, "--port", port, "--sources", "--", "--die", "now", status=1
     )
@@ -116,11 +119,13 @@ def test_a_database_is_served_with_its_settings(
     found = dict(itertools.pairwise(options))
     extra = "--kv-transfer-config.kv_connector_extra_config"
     assert found["--model"] == fields["model"]
-    assert json.loads(found[f"{extra}.store"]) == str(database / "kv")
+    assert json.loads(found[f"{extra}.store"]) == str(tmp_path / "kv")
+    assert json.loads(found[f"{extra}.recipe"]) == "head:2"
     assert json.loads(found[f"{extra}.namespace"]) == "team"
     assert json.loads(found[f"{extra}.kv_dtype"]) == "int8"
     assert json.loads(found[f"{extra}.recognize"]) == "sources"
-    assert settings_of(database).recipe == "auto"
+    manifest.write_text(json.dumps(fields))
+    assert settings_of(database).store == str(database / "kv")
 
 
 PASSWORD = "must not contain a user, password, query or fragment"
