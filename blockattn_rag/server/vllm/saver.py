@@ -176,18 +176,15 @@ class BlockSaver:
         flat = group.all_gather(mine, dim=0)
         if group.rank_in_group:
             return None
+        ranks = range(group.world_size)
+        shares = [Share.of(self._profile, rank, len(ranks)) for rank in ranks]
         shapes = [state.shape for layer in states for state in layer]
-        sizes = [shape.numel() for shape in shapes]
-        parts = [rank.split(sizes) for rank in flat.split(len(mine))]
-        shares = [Share.of(self._profile, rank, group.world_size) for rank in range(len(parts))]
+        parts = flat.view(len(ranks), -1).split([shape.numel() for shape in shapes], dim=1)
         whole = []
-        for place, shape in enumerate(shapes):
+        for place, (part, shape) in enumerate(zip(parts, shapes, strict=True)):
             # If there are more ranks than heads, several ranks have the same head.
-            pairs = zip(shares, parts, strict=True)
-            by_heads = {
-                share.heads[place // 2].start: part[place].view(shape) for share, part in pairs
-            }
-            whole.append(torch.cat([by_heads[start] for start in sorted(by_heads)]))
+            by_heads = {shares[rank].heads[place // 2].start: part[rank] for rank in ranks}
+            whole.append(torch.cat([heads.view(shape) for heads in by_heads.values()]))
         return list(zip(whole[::2], whole[1::2], strict=True))
 
 

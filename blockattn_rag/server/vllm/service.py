@@ -84,7 +84,7 @@ class Service:
         self.passages = PassageIndex(home, in_background=True) if is_indexed else None
         self._indexing = None
         if self.passages is not None and not config.read_only:
-            self._indexing = IndexWriter(self.passages, INDEX_FAILURES.inc)
+            self._indexing = IndexWriter(self.passages)
         retrying = RetryingClient(engine_client)
         self._completions = _with_client(state.openai_serving_completion, retrying)
         self._chats = _with_client(state.openai_serving_chat, retrying)
@@ -299,11 +299,8 @@ class IndexWriter:
     its namespace. The remaining entries are written when the event loop ends.
     """
 
-    def __init__(
-        self, index: PassageIndex, on_failure: Callable[[], None], *, every_s: float = 5.0
-    ) -> None:
+    def __init__(self, index: PassageIndex, *, every_s: float = 5.0) -> None:
         self._index = index
-        self._on_failure = on_failure
         self._every_s = every_s
         self._collected: dict[str, list[Entries]] = {}
         self._unwritten: dict[str, list[Entries]] = {}
@@ -335,7 +332,7 @@ class IndexWriter:
                     self._index.add(entries, namespace)
                 except Exception as error:  # Other namespaces must still be written.
                     self._unwritten[namespace] = [entries[:_MOST_UNWRITTEN]]
-                    self._on_failure()
+                    INDEX_FAILURES.inc()
                     if isinstance(error, StoreError):
                         logger.warning("Cannot write the passage index: %s", error)
                     else:

@@ -85,8 +85,7 @@ class WorkerSide:
         self._profile = profile
         self._loading: dict[str, _Loading] = {}
         self._done = KVConnectorTransferResults()
-        self._fetches: dict[str, Fetch] = {}
-        self._ended: dict[str, Ended] = {}
+        self._report = WorkerReport()
         self._waiting: dict[str, _Loaded | None] = {}  # None: the load failed.
         self._stats = Counters()
         by_index = {
@@ -162,12 +161,9 @@ class WorkerSide:
         return done
 
     def report(self) -> WorkerReport | None:
-        unsaved = self._saver.unsaved()
-        if not self._fetches and not unsaved and not self._ended:
-            return None
-        fetches, self._fetches = self._fetches, {}
-        ended, self._ended = self._ended, {}
-        return WorkerReport(fetches, unsaved, ended)
+        report, self._report = self._report, WorkerReport()
+        report.unsaved = self._saver.unsaved()
+        return report if report != WorkerReport() else None
 
     def counted(self) -> ServingStats | None:
         before, self._tiers = self._tiers, self._store.tier_stats()
@@ -204,13 +200,13 @@ class WorkerSide:
         if recomputes:
             self._end(request_id, _Loaded(order, quantized, loading.since))
             return
-        self._fetches[request_id] = Fetch(seconds, quantized)
+        self._report.fetches[request_id] = Fetch(seconds, quantized)
         self._done.finished_recving.add(request_id)
 
     def _end(self, request_id: str, loaded: _Loaded | None) -> None:
         """Report the end of a load to the scheduler, which then orders the recomputation."""
         self._waiting[request_id] = loaded
-        self._ended[request_id] = Ended(1, int(loaded is None))
+        self._report.ended[request_id] = Ended(1, int(loaded is None))
 
     def _recompute(self, request_id: str, *, is_used: bool) -> None:
         """Recompute the tokens of a request whose load has ended on all ranks."""
@@ -229,7 +225,7 @@ class WorkerSide:
         ends = [bisect_left(chosen, end) for end in accumulate(plan.lengths)]
         recomputed = tuple(end - start for start, end in pairwise([0, *ends]))
         seconds = time.monotonic() - loaded.since
-        self._fetches[request_id] = Fetch(seconds, loaded.int8_blocks, recomputed)
+        self._report.fetches[request_id] = Fetch(seconds, loaded.int8_blocks, recomputed)
 
     def _write(self, order: Load, wanted: Sequence[BlockId], blocks: Sequence[BlockKV]) -> None:
         device = self._pages[0].device
