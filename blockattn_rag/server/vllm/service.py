@@ -25,8 +25,7 @@ from blockattn_rag.server.vllm.answers import ChatReport, ServedTools, Ticket
 from blockattn_rag.server.vllm.bodies import ChatBody, CompletionBody
 from blockattn_rag.server.vllm.ensure import BlockEnsurer
 from blockattn_rag.server.vllm.metrics import INDEX_FAILURES
-from blockattn_rag.server.vllm.openai import Prompts, Recognizer, TokenPrompt
-from blockattn_rag.server.vllm.requests import RequestReader
+from blockattn_rag.server.vllm.openai import Prompts, Recognizer, RequestReader, TokenPrompt
 from blockattn_rag.server.vllm.retrying import CURRENT, RetryingClient
 from blockattn_rag.store import open_store
 from blockattn_rag.store.namespaces import Access
