@@ -33,10 +33,6 @@ from blockattn_rag.server.validation import (
     shown,
 )
 
-Op = Literal["complete", "encode"]
-"""``complete``: generate an answer from blocks. ``encode``: encode and keep one block."""
-
-
 _UNSIGNED = (
     "Only the server's own routes can create plans and choose namespaces; they sign plans with the "
     "secret in the environment variable that the option tenant_secret_env names"
@@ -52,6 +48,7 @@ class BlockPlan:
     """Split of a request's prompt into blocks.
 
     Args:
+        op: ``complete``: generate an answer from blocks. ``encode``: encode and keep one block.
         lengths: Number of tokens of each context block, in order. For ``complete``, the prompt
             starts with the blocks, and at least one token follows. For ``encode``, the only block
             is at the end of the prompt.
@@ -63,7 +60,7 @@ class BlockPlan:
             without sink and adapter.
     """
 
-    op: Op
+    op: Literal["complete", "encode"]
     lengths: Annotated[tuple[Positive, ...], Field(max_length=MOST_BLOCKS, fail_fast=True)]
     namespace: Namespace = ""
     keep: Annotated[

@@ -111,7 +111,8 @@ class ServedTools:
         self._shows_thoughts = request.include_reasoning is not False
         stop = request.stop or ()
         self._stop = (stop,) if isinstance(stop, str) else tuple(stop)
-        self._prompt = BlockPrompt((), "?")
+        self.prompt = BlockPrompt((), "?")
+        """Rendered prompt, which may end with the start of the answer's thoughts."""
         self.options = use.engine_options(tokenizer, requested)
         """Options with the answer's grammar: ``response_format`` and ``structured_outputs``."""
         self.has_own_grammar = self.options != requested
@@ -135,10 +136,6 @@ class ServedTools:
             return None if use is None else cls(use, tokenizer, request)
         except (TypeError, ValueError) as error:
             raise ProtocolError(str(error)) from error
-
-    def begin(self, prompt: BlockPrompt) -> None:
-        """Record the rendered prompt, which may end with the start of the answer's thoughts."""
-        self._prompt = prompt
 
     def answer(self, data: dict[str, Any]) -> None:
         """Add the calls to a complete answer, a JSON object."""
@@ -169,7 +166,7 @@ class ServedTools:
 
     def _output(self) -> _Output:
         no_thoughts = has_no_thoughts(self.options)
-        thoughts = ThoughtReader(self._tokenizer, self._prompt, answers_at_once=no_thoughts)
+        thoughts = ThoughtReader(self._tokenizer, self.prompt, answers_at_once=no_thoughts)
         detokenizer = Detokenizer(self._tokenizer, self._stop)
         return _Output(detokenizer, AnswerReader(thoughts, self._parser))
 
@@ -217,11 +214,10 @@ class _Output:
 
 
 def _calls(calls: Sequence[ToolCall]) -> list[dict[str, Any]]:
-    written = ((call, json.dumps(call.arguments, ensure_ascii=False)) for call in calls)
-    return [
-        {**call.to_dict(), "function": {"name": call.name, "arguments": arguments}}
-        for call, arguments in written
-    ]
+    written = [call.to_dict() for call in calls]
+    for function in (call["function"] for call in written):
+        function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
+    return written
 
 
 def _grammar(request: Any) -> dict[str, Any]:

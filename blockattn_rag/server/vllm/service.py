@@ -87,9 +87,6 @@ class Service:
         retrying = RetryingClient(engine_client)
         self._completions = _with_client(state.openai_serving_completion, retrying)
         self._chats = _with_client(state.openai_serving_chat, retrying)
-        self._unparsed_chats = copy.copy(self._chats)
-        if self._unparsed_chats is not None:
-            self._unparsed_chats.parser_cls = None  # This package parses the answers.
         self._model_config = engine_client.model_config
 
     @classmethod
@@ -160,13 +157,15 @@ class Service:
         def make_prompt(recognize: Recognizer | None) -> BlockPrompt:
             return self._prompts.chat(body, definitions, variables, recognize)
 
+        handler = self._chats
         if tools is not None:
+            handler = copy.copy(handler)
+            handler.parser_cls = None  # This package parses the answers.
             request.tools, request.tool_choice, request.return_token_ids = None, "none", True
             if tools.has_own_grammar:
                 request.response_format = None
                 grammar = tools.options["structured_outputs"]
                 request.structured_outputs = StructuredOutputsParams(**grammar)
-        handler = self._chats if tools is None else self._unparsed_chats
         create = handler.create_chat_completion
         return await self._answer(_Call(body, make_prompt, create, request, raw_request, tools))
 
@@ -208,7 +207,7 @@ class Service:
         """
         prompt = call.make_prompt(recognize)
         if call.tools is not None:
-            call.tools.begin(prompt)
+            call.tools.prompt = prompt
         if any(block.is_passage for block in prompt.context):
             return self._prompts.token_ids(prompt, call.body.options.mode)
         return None if call.tools is None else self._prompts.token_ids(prompt, "full")
