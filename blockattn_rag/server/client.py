@@ -230,7 +230,6 @@ class ServerClient:
 
     @contextmanager
     def _translated(self, path: str) -> Iterator[None]:
-        """Convert errors of OpenAI's client to errors of this package."""
         try:
             yield
         except openai.APIStatusError as error:

@@ -56,7 +56,6 @@ class BlockId(NamedTuple):
         namespaces: Namespaces to search for the block, its own first.
         keys: Store key of the block in each namespace.
         namespace: Namespace of the plan, without the suffix of private blocks.
-        opens_prompt: See ``BlockPlan``.
     """
 
     place: int
@@ -84,8 +83,7 @@ class BlockId(NamedTuple):
         return len(self.ids)
 
     def to_encode(self, profile: ModelProfile) -> tuple[list[int], BlockPlan]:
-        """Return the prompt that encodes the block (the sink, if any, and its tokens), and its
-        plan."""
+        """Return the prompt that encodes the block (sink and tokens), and its plan."""
         sink = () if self.opens_prompt else profile.sink_ids
         plan = BlockPlan("encode", (self.tokens,), self.namespace, (self.keep,), self.opens_prompt)
         return [*sink, *self.ids], plan

@@ -11,9 +11,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from blockattn_rag.errors import LoadError, StoreError
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.server.keys import BlockId
-from blockattn_rag.server.profile import ModelProfile
-from blockattn_rag.server.shares import Share
 from blockattn_rag.store.base import KVStore, ReadResult, find_blocks, is_damage
+from blockattn_rag.store.checks import Outline
 from blockattn_rag.store.concurrency import Readers, outcome, remaining
 
 logger = logging.getLogger("blockattn_rag")
@@ -29,6 +28,7 @@ class BlockLoader:
 
     Args:
         store: Store of this rank: ``open_share``, usually behind faster tiers.
+        outline: ``Share.token_outline`` of this rank.
         kept: Store of the blocks in this rank's memory.
         count: Function that adds to a counter of ``metrics.PLAIN``. Called by several threads.
         deadline_s: Timeout of a load in seconds, including the wait for a thread.
@@ -37,8 +37,7 @@ class BlockLoader:
     def __init__(
         self,
         store: KVStore,
-        profile: ModelProfile,
-        share: Share,
+        outline: Outline,
         kept: KVStore,
         count: Callable[[str, float], None],
         deadline_s: float,
@@ -46,7 +45,7 @@ class BlockLoader:
         self._store = store
         self._kept = kept
         self._count = count
-        self._outline = share.token_outline(profile)
+        self._outline = outline
         self._deadline_s = deadline_s
         # A store may hang, so enforcing the deadline of a read needs a second thread.
         self._readers = Readers(_THREADS, "blockattn-rag-loader")

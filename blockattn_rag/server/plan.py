@@ -166,9 +166,7 @@ class ServedBlocks:
             recomputed.
         local_tokens: Context tokens found in the engine's own cache.
         encoded: Blocks encoded for this request, because they were not stored.
-        encoded_tokens: Number of tokens in these blocks.
-        fetch_s: Load time of the blocks in seconds.
-        int8_blocks: Number of blocks loaded in int8.
+        fetch_s: Load time of the blocks.
         cut_short: Whether a stop string ended the answer. The engine then sends no report, so
             numbers of loaded, local and recomputed tokens are unknown.
         recomputed: Number of recomputed tokens in each block that was not encoded for this request.

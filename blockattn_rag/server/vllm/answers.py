@@ -41,7 +41,6 @@ class Ticket:
             ones, and returns the number of tokens of each encoded block by key.
         encoded: Number of tokens of each block that was encoded for this request, by key.
         keys: Keys of the context blocks, in order.
-        served: Report on the blocks, or None until it is known.
     """
 
     plan: BlockPlan
@@ -52,6 +51,7 @@ class Ticket:
     served: ServedBlocks | None = None
 
 
+@dataclass(frozen=True, slots=True)
 class ChatReport:
     """Adds the reuse report to a vLLM answer for OpenAI clients.
 
@@ -63,10 +63,9 @@ class ChatReport:
         reason: Why a chat with recognized passages was not answered in block mode.
     """
 
-    def __init__(self, ticket: Ticket | None, recipe: RecipeOutline, reason: str = "") -> None:
-        self._ticket = ticket
-        self._recipe = recipe
-        self._reason = reason
+    ticket: Ticket | None
+    recipe: RecipeOutline
+    reason: str = ""
 
     def answer(self, answer: Any) -> dict[str, Any]:
         data: dict[str, Any] = answer.model_dump()
@@ -81,19 +80,19 @@ class ChatReport:
         data.pop("kv_transfer_params", None)  # vLLM 0.33 adds it to all events.
         if any(choice.get("finish_reason") for choice in data.get("choices", ())):
             data[FIELD] = self._report()
-        served = self._ticket and self._ticket.served
+        served = self.ticket and self.ticket.served
         details = (data.get("usage") or {}).get("prompt_tokens_details") or {}
         if served and details.get("cached_tokens"):
             computed = served.encoded_tokens + sum(served.recomputed)
             details["cached_tokens"] = max(details["cached_tokens"] - computed, 0)
 
     def _report(self) -> dict[str, Any]:
-        if self._ticket is None:
-            return {"mode": "full", **({"reason": self._reason} if self._reason else {})}
-        if self._ticket.served is None:  # An aborted answer has no report.
+        if self.ticket is None:
+            return {"mode": "full", **({"reason": self.reason} if self.reason else {})}
+        if self.ticket.served is None:  # An aborted answer has no report.
             return {"mode": "block"}
-        counts = self._ticket.served.reuse(self._ticket.plan.lengths, self._ticket.prompt_tokens)
-        return {"mode": "block", **counts, "recipe": str(self._recipe)}
+        counts = self.ticket.served.reuse(self.ticket.plan.lengths, self.ticket.prompt_tokens)
+        return {"mode": "block", **counts, "recipe": str(self.recipe)}
 
 
 class ServedTools:

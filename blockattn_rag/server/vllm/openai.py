@@ -182,8 +182,7 @@ class RequestReader:
     def block_mode(
         self, request: Any, prompt: TokenPrompt, headers: Headers
     ) -> tuple[BlockPlan, list[BlockId]]:
-        """Prepare a block-mode request for vLLM's handlers. Returns the plan of its prompt, and its
-        context blocks."""
+        """Prepare a block-mode request for vLLM's handlers. Returns its plan and context blocks."""
         self._prepare_grammar(request)
         self._check(request, len(prompt.token_ids))
         namespace = self.namespace(headers)

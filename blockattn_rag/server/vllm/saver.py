@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -36,6 +36,7 @@ States = Sequence[tuple[Tensor, Tensor]]
 """Keys and values of each layer."""
 
 
+@dataclass(eq=False)
 class BlockSaver:
     """Saves encoded blocks. All ranks of the tensor-parallel group must make the same calls.
 
@@ -50,27 +51,19 @@ class BlockSaver:
         adapter: The recipe's adapter, for all blocks except those that open a prompt.
     """
 
-    def __init__(
-        self,
-        pages: Sequence[LayerPages],
-        profile: ModelProfile,
-        share: Share,
-        home: KVStore,
-        kept: KVStore,
-        kv_dtype: KVDtype,
-        counters: Counters,
-        adapter: Correction | None = None,
-    ) -> None:
-        self._pages = pages
-        self._profile = profile
-        self._share = share
-        self._home = home
-        self._kept = kept
-        self._quantizes = kv_dtype == "int8"
+    pages: Sequence[LayerPages]
+    profile: ModelProfile
+    share: Share
+    home: KVStore
+    kept: KVStore
+    kv_dtype: KVDtype
+    counters: Counters
+    adapter: Correction | None
+
+    def __post_init__(self) -> None:
         self._writes = WriteQueue(QUEUE_BYTES)
-        self._counters = counters
-        self._adapter = adapter and share.cut_adapter(adapter)
-        self._layouts = [profile.layers[layer].layout for layer in share.layers]
+        self._adapter = self.adapter and self.share.cut_adapter(self.adapter)
+        self._layouts = [self.profile.layers[layer].layout for layer in self.share.layers]
         self._parts: dict[str, list[States]] = {}
         self._unsaved: dict[str, str] = {}
         self._lock = threading.Lock()
@@ -78,7 +71,7 @@ class BlockSaver:
     def copy(self, copy: Copy) -> None:
         if copy.tokens.start == 0:  # Also handles preemption.
             self._parts[copy.request_id] = []
-        self._parts[copy.request_id].append([self._read(pages, copy) for pages in self._pages])
+        self._parts[copy.request_id].append([self._read(pages, copy) for pages in self.pages])
 
     def forget(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
@@ -86,7 +79,7 @@ class BlockSaver:
 
     def save(self, save: Save) -> None:
         """Save an encoding request's block from the copies made after its steps."""
-        (block,) = block_keys(save.token_ids, save.plan, self._profile)
+        (block,) = block_keys(save.token_ids, save.plan, self.profile)
         parts = zip(*self._parts.pop(save.request_id), strict=True)
         own = self._block(block, [_joined(layer) for layer in parts])
         if self._adapter is not None and not save.plan.opens_prompt:
@@ -104,8 +97,7 @@ class BlockSaver:
             self._note_failure(save.request_id, why, why)
 
     def unsaved(self) -> Mapping[str, str]:
-        """Return why blocks could not be stored since the last call, by name of the encoding
-        request."""
+        """Return why blocks were not stored since the last call, by name of the request."""
         with self._lock:
             unsaved, self._unsaved = self._unsaved, {}
         return unsaved
@@ -129,7 +121,7 @@ class BlockSaver:
             ),
             values=tuple(values[:, block.start :] for _, values in states),
             token_ids=torch.tensor(block.ids, dtype=torch.int64),
-            fingerprint=self._profile.fingerprint,
+            fingerprint=self.profile.fingerprint,
             digest=block.digest,
             handle="",  # The handle is the digest of the text, which is unknown here.
             namespace=block.namespaces[0],
@@ -139,28 +131,28 @@ class BlockSaver:
         """Keep a share in memory, for loads of this and later steps."""
         try:
             check_finite(kv, "to memory")
-            self._kept.put(kv.key, kv.quantized() if self._quantizes else kv)
+            self.kept.put(kv.key, kv.quantized() if self.kv_dtype == "int8" else kv)
         except (StoreError, ValueError) as error:
             self._note_failure(request_id, error)
             return
-        self._counters.count("kept_blocks")
+        self.counters.count("kept_blocks")
 
     def _store(self, request_id: str, key: str, kv: BlockKV) -> None:
         try:
-            stored = kv.quantized() if self._quantizes else kv
-            self._home.put(key, stored)
+            stored = kv.quantized() if self.kv_dtype == "int8" else kv
+            self.home.put(key, stored)
         except (StoreError, ValueError) as error:
             cause = error.__cause__
             reason = cause.strerror if isinstance(cause, OSError) else None
             self._note_failure(request_id, error, reason or "see the server's log")
             return
-        self._counters.count("saved_blocks")
-        self._counters.count("saved_bytes", stored.nbytes)
+        self.counters.count("saved_blocks")
+        self.counters.count("saved_bytes", stored.nbytes)
 
     def _note_failure(self, request_id: str, why: object, reason: str = "") -> None:
         """Count and log a failure. ``reason`` is for clients, and contains neither the store's
         location nor keys."""
-        self._counters.count("save_failures")
+        self.counters.count("save_failures")
         logger.warning("The block of request %s was not saved: %s", request_id, why)
         if reason:
             with self._lock:
@@ -177,7 +169,7 @@ class BlockSaver:
         if group.rank_in_group:
             return None
         ranks = range(group.world_size)
-        shares = [Share.of(self._profile, rank, len(ranks)) for rank in ranks]
+        shares = [Share.of(self.profile, rank, len(ranks)) for rank in ranks]
         shapes = [state.shape for layer in states for state in layer]
         parts = flat.view(len(ranks), -1).split([shape.numel() for shape in shapes], dim=1)
         whole = []

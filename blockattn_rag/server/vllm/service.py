@@ -46,12 +46,8 @@ _UNRECOGNIZED = (MissError, SegmentationError, ServingError, StoreError, Retryab
 
 
 class _Call(NamedTuple):
-    """Request of a client, for this package (``body``) and for vLLM.
-
-    Args:
-        make_prompt: Function that builds the prompt, using the recognizer if there is one.
-        create: Method of a vLLM handler that answers ``request`` and its HTTP request.
-    """
+    """Request of a client, for this package (``body``) and for a method of a vLLM handler
+    (``create``)."""
 
     body: ChatBody | CompletionBody
     make_prompt: Callable[[Recognizer | None], BlockPrompt]

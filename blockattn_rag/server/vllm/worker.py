@@ -124,8 +124,9 @@ class WorkerSide:
         # All ranks keep the same number of tokens, so that they evict the same blocks.
         private_bytes = config.private_tokens(profile) * share.bytes_per_token(profile)
         kept = MemoryStore(max(private_bytes, 1), on_host=True)
+        outline = share.token_outline(profile)
         self._loader = BlockLoader(
-            self._store, profile, share, kept, self._stats.count, config.load_deadline_s
+            self._store, outline, kept, self._stats.count, config.load_deadline_s
         )
         self._saver = BlockSaver(
             self._pages, profile, share, home, kept, config.kv_dtype, self._stats, recipe.adapter
@@ -254,8 +255,7 @@ class WorkerSide:
 
 
 def _on(device: torch.device, kv: BlockKV) -> BlockKV:
-    """Copy a block to the pages' device. Copies to a GPU are queued after the worker's other GPU
-    work, and do not block the thread."""
+    """Copy a block to a device, without waiting for the worker's other GPU work."""
     if kv.device == device:
         return kv
     layers = [kv.tensors(layer) for layer in range(kv.num_layers)]
