@@ -55,10 +55,6 @@ class Share:
         heads = (len(heads) for heads in self.heads * 2)
         return tuple((count, size, profile.dtype) for count, size in zip(heads, sizes, strict=True))
 
-    def bytes_per_token(self, profile: ModelProfile) -> int:
-        outline = self.token_outline(profile)
-        return sum(heads * size * dtype.itemsize for heads, size, dtype in outline)
-
     def cut(self, kv: BlockKV) -> BlockKV:
         return kv.with_tensors(
             [

@@ -10,17 +10,17 @@ Importing this module does not load vLLM.
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from blockattn_rag.engine.detokenizer import Detokenizer
 from blockattn_rag.engine.outline import RecipeOutline
 from blockattn_rag.errors import ProtocolError
-from blockattn_rag.output.answers import Said, ThoughtReader, has_no_thoughts
+from blockattn_rag.output.answers import ThoughtReader, has_no_thoughts
 from blockattn_rag.output.grammar import KINDS
 from blockattn_rag.output.tool_formats import ToolCall
-from blockattn_rag.output.tool_parser import AnswerReader, ReadAnswer
+from blockattn_rag.output.tool_parser import AnswerReader
 from blockattn_rag.output.tool_templates import tool_template
 from blockattn_rag.output.tool_use import ToolUse
 from blockattn_rag.prompts.blocks import BlockPrompt
@@ -30,6 +30,9 @@ from blockattn_rag.server.protocol import FIELD
 _DATA = "data: "
 _SIGNS = ('"finish_reason":"', '"usage":{', '"kv_transfer_params":')
 """Texts that occur in the events that ``ChatReport`` changes."""
+
+_Output = tuple[Detokenizer, AnswerReader]
+"""Decoder of one choice, and the reader that separates its thoughts, text and calls."""
 
 
 @dataclass(slots=True)
@@ -166,16 +169,18 @@ class ServedTools:
     def _output(self) -> _Output:
         no_thoughts = has_no_thoughts(self.options)
         thoughts = ThoughtReader(self._tokenizer, self.prompt, answers_at_once=no_thoughts)
-        detokenizer = Detokenizer(self._tokenizer, self._stop)
-        return _Output(detokenizer, AnswerReader(thoughts, self._parser))
+        return Detokenizer(self._tokenizer, self._stop), AnswerReader(thoughts, self._parser)
 
     @staticmethod
     def _read(choice: dict[str, Any], output: _Output) -> tuple[str, str, list[dict[str, Any]]]:
         """Return a choice's new text and thoughts and, at its end, all calls."""
-        said = output.push(choice.get("token_ids") or ())
+        detokenizer, reader = output
+        ids = choice.get("token_ids") or []
+        said = reader.push("".join(map(detokenizer.push, ids)), ids)
         if not choice.get("finish_reason"):
             return said.answer, said.thoughts, []
-        rest, read = output.finish()
+        detokenizer.finish()
+        rest, read = reader.finish(detokenizer.text, detokenizer.ids)
         if read.calls and choice["finish_reason"] == "stop":
             choice["finish_reason"] = "tool_calls"
         # Clients can receive invalid calls only as text.
@@ -192,24 +197,6 @@ class ServedTools:
             data.pop("prompt_token_ids", None)
             for choice in data.get("choices", ()):
                 choice.pop("token_ids", None)
-
-
-@dataclass(frozen=True, slots=True)
-class _Output:
-    """Decoder for the output of one choice, which separates thoughts, text and calls."""
-
-    _detokenizer: Detokenizer
-    _reader: AnswerReader
-
-    def push(self, ids: Iterable[int]) -> Said:
-        """Add tokens. Returns thoughts and text that can be sent now."""
-        new = [*ids]
-        return self._reader.push("".join(map(self._detokenizer.push, new)), new)
-
-    def finish(self) -> tuple[Said, ReadAnswer]:
-        """Parse the finished output. Returns new thoughts and text, and all calls."""
-        self._detokenizer.finish()
-        return self._reader.finish(self._detokenizer.text, self._detokenizer.ids)
 
 
 def _calls(calls: Sequence[ToolCall]) -> list[dict[str, Any]]:

@@ -121,10 +121,10 @@ class WorkerSide:
         self._store = TieredStore(*tiers.values(), rest, pause_s=_PAUSE_S)
         self._tier_names = (*tiers, "home")
         self._tiers = self._store.tier_stats()
-        # All ranks keep the same number of tokens, so that they evict the same blocks.
-        private_bytes = config.private_tokens(profile) * share.bytes_per_token(profile)
-        kept = MemoryStore(max(private_bytes, 1), on_host=True)
         outline = share.token_outline(profile)
+        # All ranks keep the same number of tokens, so that they evict the same blocks.
+        token_bytes = sum(heads * size * dtype.itemsize for heads, size, dtype in outline)
+        kept = MemoryStore(max(config.private_tokens(profile) * token_bytes, 1), on_host=True)
         self._loader = BlockLoader(
             self._store, outline, kept, self._stats.count, config.load_deadline_s
         )
