@@ -27,10 +27,10 @@ from blockattn_rag.server.keys import BlockId, block_keys
 from blockattn_rag.server.loader import BlockLoader
 from blockattn_rag.server.profile import LayerProfile, ModelProfile
 from blockattn_rag.server.shares import Share, open_share
+from blockattn_rag.server.vllm.compatibility import check_rotations
 from blockattn_rag.server.vllm.metrics import Counters, Ended, Fetch, ServingStats, WorkerReport
 from blockattn_rag.server.vllm.pages import KVGroup, LayerPages, sizes_of
 from blockattn_rag.server.vllm.recomputing import Recomputer
-from blockattn_rag.server.vllm.rotations import check_rotations
 from blockattn_rag.server.vllm.saver import BlockSaver
 from blockattn_rag.server.vllm.scheduler import Load, Orders
 from blockattn_rag.store import MemoryStore, TieredStore, open_store
