@@ -69,17 +69,6 @@ class BlockPlan:
     opens_prompt: StrictBool = False
     fixed: Annotated[tuple[Count, ...], Field(max_length=MOST_BLOCKS, fail_fast=True)] = ()
 
-    @field_validator("lengths")
-    @classmethod
-    def _one_block_to_encode(
-        cls, lengths: tuple[int, ...], info: ValidationInfo
-    ) -> tuple[int, ...]:
-        if info.data.get("op") == "encode" and len(lengths) != 1:
-            raise ValueError(
-                f"op='encode' takes one block, found {len(lengths)}; send one request per block"
-            )
-        return lengths
-
     @field_validator("keep")
     @classmethod
     def _one_keep_per_block(cls, keep: tuple[Keep, ...], info: ValidationInfo) -> tuple[Keep, ...]:
@@ -146,6 +135,10 @@ def parse_plan(
     plan = parse(BlockPlan, fields, FIELD)
     if secret is not None and not hmac.compare_digest(ascii(mac), ascii(plan.signature(secret))):
         raise ProtocolError(_UNSIGNED)
+    if plan.op == "encode" and len(plan.lengths) != 1:
+        raise ProtocolError(
+            f"op='encode' takes one block, found {len(plan.lengths)}; send one request per block"
+        )
     answers = plan.op != "encode"
     most = num_prompt_tokens - answers
     if plan.context_tokens > most:

@@ -52,7 +52,7 @@ if hasattr(os, "register_at_fork"):
 
 
 class Readers(_ForkAware):
-    """Thread pool for reads. Threads are started on first use."""
+    """Thread pool for reads."""
 
     def __init__(self, threads: int, name: str) -> None:
         if threads < 1:
@@ -61,13 +61,9 @@ class Readers(_ForkAware):
         super().__init__()
 
     def _renew(self) -> None:
-        self._pool: ThreadPoolExecutor | None = None
-        self._lock = threading.Lock()
+        self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix=self._name)
 
     def start(self, read: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        with self._lock:
-            if self._pool is None:
-                self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix=self._name)
         return self._pool.submit(read, *args, **kwargs)
 
 

@@ -240,14 +240,11 @@ def _is_interleaved(layer: LayerProfile, profile: ModelProfile) -> bool:
             "the rotation of keys cannot be checked; its transformers backend is not supported: "
             "remove --model-impl, or use a model that vLLM implements natively"
         )
-    ropes = [
-        rope
-        for rope in _ROPE_DICT.values()
-        if getattr(rope, "head_size", layer.key_size) == layer.key_size
-    ]
     tolerance = _TOLERANCE if profile.dtype.itemsize > 2 else _TOLERANCE_OF_16_BITS
     others, flat_only = [], []
-    for rope in ropes:
+    for rope in _ROPE_DICT.values():
+        if getattr(rope, "head_size", layer.key_size) != layer.key_size:
+            continue
         try:
             errors = [_error(rope, one, layer, profile) for one in layouts]
         except (AttributeError, TypeError, StopIteration) as cause:  # The signature differs.

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-from torch import Tensor
 from vllm.distributed import get_tp_group
 
 from blockattn_rag.errors import StoreError
@@ -21,7 +20,7 @@ from blockattn_rag.server.keys import BlockId, block_keys
 from blockattn_rag.server.profile import ModelProfile
 from blockattn_rag.server.shares import Share
 from blockattn_rag.server.vllm.metrics import Counters
-from blockattn_rag.server.vllm.pages import LayerPages
+from blockattn_rag.server.vllm.pages import LayerPages, States, joined
 from blockattn_rag.server.vllm.scheduler import Copy, Save, encode_name
 from blockattn_rag.store.base import KVStore
 from blockattn_rag.store.checks import check_finite
@@ -31,9 +30,6 @@ logger = logging.getLogger("blockattn_rag")
 
 QUEUE_BYTES = 1 << 30
 """Size limit of the queue of blocks to write; a single block may be larger."""
-
-States = Sequence[tuple[Tensor, Tensor]]
-"""Keys and values of each layer."""
 
 
 @dataclass(eq=False)
@@ -64,7 +60,7 @@ class BlockSaver:
         self._writes = WriteQueue(QUEUE_BYTES)
         self._adapter = self.adapter and self.share.cut_adapter(self.adapter)
         self._layouts = [self.profile.layers[layer].layout for layer in self.share.layers]
-        self._parts: dict[str, list[States]] = {}
+        self._parts: dict[str, list[Sequence[States]]] = {}
         self._unsaved: dict[str, str] = {}
         self._lock = threading.Lock()
 
@@ -81,7 +77,7 @@ class BlockSaver:
         """Save an encoding request's block from the copies made after its steps."""
         (block,) = block_keys(save.token_ids, save.plan, self.profile)
         parts = zip(*self._parts.pop(save.request_id), strict=True)
-        own = self._block(block, [_joined(layer) for layer in parts])
+        own = self._block(block, [joined(layer) for layer in parts])
         if self._adapter is not None and not save.plan.opens_prompt:
             own = self._adapter.applied(own, self._layouts)
         if not block.keep.is_stored:
@@ -106,14 +102,14 @@ class BlockSaver:
         self._writes.close()
 
     @staticmethod
-    def _read(pages: LayerPages, copy: Copy) -> tuple[Tensor, Tensor]:
+    def _read(pages: LayerPages, copy: Copy) -> States:
         # Reads must start at a page boundary.
         beyond = copy.tokens.start % pages.group.page_tokens
         tokens = range(copy.tokens.start - beyond, copy.tokens.stop)
         keys, values = pages.read(pages.group.slots(copy.pages, tokens, pages.device))
         return keys[:, beyond:], values[:, beyond:]
 
-    def _block(self, block: BlockId, states: States) -> BlockKV:
+    def _block(self, block: BlockId, states: Sequence[States]) -> BlockKV:
         return BlockKV(
             keys=tuple(
                 shift_positions(keys[:, block.start :], -block.start, layout)
@@ -158,7 +154,7 @@ class BlockSaver:
             with self._lock:
                 self._unsaved[encode_name(request_id)] = reason
 
-    def _gathered(self, states: States) -> States | None:
+    def _gathered(self, states: Sequence[States]) -> Sequence[States] | None:
         """Gather the keys and values of all heads, by layer. None on all ranks but the first."""
         group = get_tp_group()
         if group.world_size == 1:
@@ -178,9 +174,3 @@ class BlockSaver:
             by_heads = {shares[rank].heads[place // 2].start: part[rank] for rank in ranks}
             whole.append(torch.cat([heads.view(shape) for heads in by_heads.values()]))
         return list(zip(whole[::2], whole[1::2], strict=True))
-
-
-def _joined(parts: States) -> tuple[Tensor, Tensor]:
-    """Concatenate the keys and values of consecutive tokens, by layer."""
-    keys, values = (torch.cat(states, 1) for states in zip(*parts, strict=True))
-    return keys, values

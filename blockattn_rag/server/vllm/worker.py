@@ -113,8 +113,7 @@ class WorkerSide:
                 pages.measure(layouts)
         self._recomputer = None
         if profile.recipe.recompute:
-            layers_only = [layer for layer, _ in own_layers]
-            self._recomputer = Recomputer(layers_only, self._pages, engine)
+            self._recomputer = Recomputer(self._pages, engine)
         home = open_store(config.store)
         tiers = config.nearer_tiers(profile, share)
         rest = open_share(home, share, profile)
