@@ -34,11 +34,8 @@ def salt(plan: BlockPlan, profile: ModelProfile, own: str | None = None) -> str:
 
 
 def full_mode_salt(secret: str, namespace: str, given: str | None) -> str:
-    """Return the secret cache salt of a tenant's full-mode requests.
-
-    Engines share the pages of equal prompts, so without a salt, response times would reveal other
-    tenants' prompts.
-    """
+    """Return the secret cache salt of a tenant's full-mode requests. Without it, equal prompts
+    would share an engine's pages, and response times would reveal other tenants' prompts."""
     said = json.dumps([PROTOCOL_VERSION, "full", namespace, given])
     return "tenant-" + code(said, secret)
 

@@ -53,12 +53,8 @@ class BlockLoader:
         self._room = threading.Semaphore(_MOST_WAITING)
 
     def start(self, blocks: Sequence[BlockId]) -> Future[list[BlockKV]]:
-        """Start loading the blocks of a prompt. Never raises.
-
-        Returns:
-            A future that completes by the deadline, with the blocks in order or with a LoadError.
-            The blocks' tensors may be shared with a store and must not be modified.
-        """
+        """Start loading the blocks of a prompt. Never raises: the future completes by the deadline,
+        with the blocks in order or with a LoadError. Their tensors may be shared with a store."""
         why = f"{_MOST_WAITING} loads are running or waiting"
         if self._room.acquire(blocking=False):
             try:

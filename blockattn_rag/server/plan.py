@@ -88,11 +88,8 @@ class BlockPlan:
         return tuple(place not in fixed for place in range(len(self.lengths)))
 
     def to_dict(self, secret: str | None = None) -> dict[str, Any]:
-        """Convert the plan to ``kv_transfer_params`` for a request.
-
-        Args:
-            secret: The server's tenant secret. Without it, the plan contains no namespace.
-        """
+        """Convert the plan to ``kv_transfer_params``, signed with the server's tenant secret.
+        Without a secret, the plan contains no namespace."""
         fields = {"v": PROTOCOL_VERSION, **dataclasses.asdict(self)}
         if secret is None:
             del fields["namespace"]

@@ -97,8 +97,7 @@ class ModelProfile:
 
 def profile_of(model: AnyModel, recipe: Recipe | None = None) -> ModelProfile:
     """Build the profile of a model. Reads all weights, or their files, to compute the fingerprint.
-    Default recipe: the settings of the model's block fine-tuning, or no sink.
-    """
+    Default recipe: the settings of the model's block fine-tuning, or no sink."""
     if recipe is None:
         trained: dict[str, Any] = {**model.tuned_with}
         recipe = Recipe(**trained)

@@ -122,9 +122,8 @@ class ServedTools:
 
     @classmethod
     def of(cls, request: Any, tokenizer: Any) -> ServedTools | None:
-        """Create the tools of a chat request. None if the chat has no tools, or their format is
-        unknown: vLLM's own parser is then used.
-        """
+        """Create a chat's tools. None if vLLM's own parser is used, because there are no tools or
+        their format is unknown."""
         if not request.tools or tool_template(tokenizer) is None:
             return None
         choice = request.tool_choice
@@ -192,7 +191,6 @@ class ServedTools:
         return (thoughts or None) if self._shows_thoughts else None
 
     def _drop_ids(self, data: dict[str, Any]) -> None:
-        """Remove token ids that the client did not request."""
         if not self._returns_ids:
             data.pop("prompt_token_ids", None)
             for choice in data.get("choices", ()):

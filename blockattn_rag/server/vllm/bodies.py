@@ -124,8 +124,6 @@ class ChatBody(_Body):
 
 
 class CompletionBody(_Body):
-    """Parsed body of a completion."""
-
     @classmethod
     def from_dict(cls, value: object) -> CompletionBody:
         fields, documents, options = _read_fields(value)
@@ -193,8 +191,7 @@ class _MessageReader:
         return (*chain(*marked), *content_spans("\n".join(texts), origin_of(role)))
 
     def _text(self, part: object, place: str) -> str:
-        """Return a content part's text. A non-text part, such as an image, is noted and is
-        empty."""
+        """Return a content part's text. A part that is not text, such as an image, is noted."""
         if isinstance(part, str):
             return part
         fields = as_object(part, place)

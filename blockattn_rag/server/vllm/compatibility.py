@@ -210,12 +210,9 @@ def _cache(engine: VllmConfig, cache: KVCacheConfig, config: ServingConfig) -> I
 
 
 def check_rotations(profile: ModelProfile, layers: Iterable[int]) -> set[int]:
-    """Check that vLLM has a matching rotary embedding for each of the profile's ``layers``.
-
-    Returns:
-        Latent layers whose keys use the half-split (NeoX-style) layout in transformers and the
-        interleaved (GPT-J-style) layout in vLLM.
-    """
+    """Check that vLLM has a matching rotary embedding for each of the profile's ``layers``. Returns
+    the latent layers whose keys use the half-split (NeoX-style) layout in transformers and the
+    interleaved (GPT-J-style) layout in vLLM."""
     checked: dict[tuple[int, RotaryLayout], bool] = {}
     interleaved = set()
     for index in layers:

@@ -106,10 +106,7 @@ class BlockEnsurer:
         """Encode missing blocks. Returns the number of tokens of each of them, by key.
 
         A block that cannot be stored is kept in the workers' memory if there is room, so that
-        requests succeed even if the store is full.
-
-        Args:
-            must_store: Whether to raise an error if a storable block cannot be stored.
+        requests succeed even if the store is full, unless ``must_store``.
         """
         pairs = zip(blocks, await self.found(blocks, thorough=thorough), strict=True)
         absent = {block.name: block for block, is_found in pairs if not is_found}
@@ -323,8 +320,7 @@ class KeptBlocks:
 
 class Room:
     """Limits concurrent tasks in an event loop and their total bytes, in first-in, first-out order.
-    A single task may exceed the bytes.
-    """
+    A single task may exceed the bytes."""
 
     def __init__(self, max_running: int, max_bytes: int) -> None:
         self._max_running, self._max_bytes = max_running, max_bytes

@@ -54,15 +54,9 @@ class Recomputer:
     def recompute(
         self, token_ids: Sequence[int], slots: Tensor, plan: BlockPlan, count: int
     ) -> list[int]:
-        """Recompute ``count`` tokens of a context.
-
-        Args:
-            token_ids: Token ids of the complete prompt.
-            slots: Slots ``[tokens]`` of the context, which must not be shared with other requests.
-
-        Returns:
-            Indices of the recomputed tokens, in ascending order. Identical on all ranks.
-        """
+        """Recompute ``count`` tokens of a prompt's context in its slots ``[tokens]``, which must
+        not be shared with other requests. Returns the indices of these tokens, in ascending order.
+        They are identical on all ranks."""
         received = self._received(token_ids[len(slots) :], slots)
         chosen = choose_tokens(received, plan.lengths, plan.may_change, count)
         self._compute(token_ids, slots, chosen)

@@ -252,8 +252,7 @@ class Service:
         return lambda spans: known(marked_sources(spans))
 
     def _index(self, texts: Sequence[str], headers: Headers) -> None:
-        """Add stored passages to the index in the background. Promoted passages are stored only
-        when they are first reused."""
+        """Add passages to the index, also promoted ones, which are stored when first reused."""
         if self._indexing is not None:
             self._indexing.add(entries_of(texts), self._requests.namespace(headers))
 
