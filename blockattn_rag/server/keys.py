@@ -94,11 +94,8 @@ def block_keys(
 ) -> list[BlockId]:
     """Compute the store keys of a prompt's context blocks, as a local engine does.
 
-    The first block of a prompt is encoded without sink and adapter, and all others with them.
-
-    Args:
-        token_ids: Token ids of the complete prompt. With ``op="encode"``: the sink, unless the
-            block opens a prompt, followed by the block.
+    The first block of a prompt is encoded without sink and adapter, and all others with them. With
+    ``op="encode"``, ``token_ids`` are the sink, unless the block opens a prompt, and the block.
     """
     opens_prompt, start = plan.op != "encode", 0
     if plan.op == "encode":

@@ -78,12 +78,8 @@ def open_share(home: KVStore, share: Share, profile: ModelProfile) -> KVStore:
 
 
 class ShareStore(KVStore):
-    """Read-only view of another store that returns one rank's share of each block.
-
-    Blocks contain only the heads and layers of the share, and are verified like complete entries.
-    From a ``MaintainedStore``, only the heads of the share are read; from other stores, complete
-    entries are read and sliced.
-    """
+    """Read-only view of another store that returns one rank's share of each block. From a
+    ``MaintainedStore``, only this share is read; from other stores, complete entries are read."""
 
     def __init__(self, home: KVStore, share: Share, profile: ModelProfile) -> None:
         self.home = home

@@ -58,10 +58,8 @@ class _Flight:
 
 
 class BlockEnsurer:
-    """Looks up blocks in the store, and encodes missing blocks with the engine.
-
-    A block that several requests need is encoded only once.
-    """
+    """Looks up blocks in the store, and encodes missing blocks with the engine. A block that
+    several requests need is encoded only once."""
 
     def __init__(
         self, engine_client: Any, home: KVStore, config: ServingConfig, profile: ModelProfile
@@ -150,10 +148,8 @@ class BlockEnsurer:
             task.add_done_callback(lambda task: task.cancelled() or task.exception())  # see _land
 
     async def _encoded(self, block: BlockId) -> None:
-        """Encode a block, or wait if it is already being encoded.
-
-        The request is canceled if the last waiter leaves before the request is sent to the engine.
-        """
+        """Encode a block, or wait if it is already being encoded. The encoding is canceled if the
+        last waiter leaves before the engine has the request."""
         flight = self._flights.get(block.name)
         if flight is None:
             flight = self._flights[block.name] = _Flight(partial(self._encode, block))

@@ -64,13 +64,8 @@ def encode_name(request_id: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Order to load a request's context blocks into its pages.
-
-    Args:
-        token_ids: Token ids of the complete prompt.
-        computed: Number of context tokens that are already in pages, which other requests may
-            share.
-    """
+    """Order to load a request's context blocks into its pages. The first ``computed`` context
+    tokens are already in pages, which other requests may share."""
 
     request_id: str
     plan: BlockPlan

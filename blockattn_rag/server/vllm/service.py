@@ -197,10 +197,8 @@ class Service:
         return answer
 
     def _render(self, call: _Call, recognize: Recognizer | None) -> TokenPrompt | None:
-        """Convert a prompt to token ids, or return None to let vLLM render it.
-
-        vLLM renders prompts without passages, unless this package has to render the tools.
-        """
+        """Convert a prompt to token ids. None if it has no passages, and no tools that this package
+        must render: vLLM then renders it."""
         prompt = call.make_prompt(recognize)
         if call.tools is not None:
             call.tools.prompt = prompt
