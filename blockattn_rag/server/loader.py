@@ -17,8 +17,7 @@ from blockattn_rag.store.concurrency import Readers, outcome, remaining
 
 logger = logging.getLogger("blockattn_rag")
 
-_THREADS, _MOST_WAITING = 8, 1024
-"""Numbers of threads, and of running and waiting loads. Further loads fail immediately."""
+_THREADS, _MOST_WAITING = 8, 1024  # If more loads are running or waiting, new ones fail.
 
 
 class BlockLoader:

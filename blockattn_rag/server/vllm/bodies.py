@@ -26,14 +26,9 @@ from blockattn_rag.prompts.markers import content_spans
 from blockattn_rag.server.protocol import FIELD, MOST_BLOCKS
 from blockattn_rag.server.validation import STRICT, as_object, parse, shown
 
-_MOST_NESTED = 100
-"""Maximum nesting depth. Rendering deeper bodies could exceed Python's recursion limit."""
-
-_MOST_BITS = 63
-"""Maximum size of integers. Larger integers make vLLM's engine fail."""
-
-_MOST_MESSAGES = 4096
-"""Maximum number of messages and content parts, which limits the time to parse and render them."""
+_MOST_NESTED = 100  # Rendering deeper bodies could exceed Python's recursion limit.
+_MOST_BITS = 63  # Larger integers make vLLM's engine fail.
+_MOST_MESSAGES = 4096  # Messages and content parts, to limit the time to parse and render them.
 
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _KEPT_FIELDS = ("name", "tool_call_id", "reasoning_content")

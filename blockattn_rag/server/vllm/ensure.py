@@ -27,10 +27,7 @@ from blockattn_rag.store.concurrency import CircuitBreaker
 
 logger = logging.getLogger("blockattn_rag")
 
-_AT_ONCE = 64
-"""Maximum number of blocks to encode at once. Further blocks wait outside the engine, so that they
-occupy no pages."""
-
+_AT_ONCE = 64  # Further blocks wait outside the engine, so that they occupy no pages.
 _ANSWERED_WITHIN_S = 30.0
 _STORED_WITHIN_S = 60.0
 _FAILURES, _PAUSE_S = 3, 30.0

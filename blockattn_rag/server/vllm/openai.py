@@ -38,8 +38,7 @@ from blockattn_rag.server.vllm.bodies import ChatBody, CompletionBody
 if TYPE_CHECKING:
     from fastapi.datastructures import Headers
 
-_DIALECT = "%llguidance"
-"""Prefix of grammars in the llguidance dialect."""
+_DIALECT = "%llguidance"  # Prefix of grammars in the llguidance dialect.
 
 _UNSUPPORTED = {
     "echo": "the prompt is not prefilled as a whole",

@@ -10,11 +10,8 @@ from torch import Tensor
 
 from blockattn_rag.errors import ServingError
 
-_BASE = 128
-"""Upper bound of integers that are exact in every cache dtype."""
-
-_NULL = 0
-"""Id of vLLM's null page, which requests do not use."""
+_BASE = 128  # Smaller integers are exact in every cache dtype.
+_NULL = 0  # Id of vLLM's null page, which requests do not use.
 
 Sizes = tuple[int, int, int]
 """Number of key-value heads, and the sizes of a head's keys and values."""
@@ -73,7 +70,6 @@ class LayerPages:
     Args:
         layer: vLLM's attention layer. Keys and values of a latent layer are its rotary key and its
             latent.
-        group: KV cache group of the layer.
         interleaves_keys: Whether the engine stores the two dimensions of each rotary pair next to
             each other. Blocks store them in the first and second half of a key.
     """
