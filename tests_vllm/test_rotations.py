@@ -18,7 +18,7 @@ from vllm.model_executor.layers.rotary_embedding import get_rope
 from blockattn_rag.errors import ServingError
 from blockattn_rag.kv.rope import NO_ROTATION, RotaryLayout
 from blockattn_rag.server.profile import LayerProfile, ModelProfile
-from blockattn_rag.server.vllm.rotations import check_rotations
+from blockattn_rag.server.vllm.compatibility import check_rotations
 from tests.server.profiles import make_profile
 
 SIZE = 64
@@ -29,7 +29,7 @@ def ropes(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[Any, Any]]:
     """vLLM's registry of rotary modules in this process, initially empty."""
     made: dict[Any, Any] = {}
     monkeypatch.setattr(rotary_embedding, "_ROPE_DICT", made)
-    monkeypatch.setattr("blockattn_rag.server.vllm.rotations._ROPE_DICT", made)
+    monkeypatch.setattr("blockattn_rag.server.vllm.compatibility._ROPE_DICT", made)
     with set_current_vllm_config(VllmConfig()):
         yield made
 

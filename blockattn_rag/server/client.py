@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from typing import Any, Literal, cast
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 import httpx
@@ -81,7 +81,7 @@ class ServerClient:
                 protocol version.
         """
         try:
-            return ServerInfo.from_dict(self._ask("GET", INFO))
+            return ServerInfo.from_dict(self._ask(INFO))
         except ProtocolError as error:
             raise ServingError(f"{self.url}: {error}") from error
 
@@ -125,7 +125,7 @@ class ServerClient:
     def send(self, body: EncodeBody) -> EncodeAnswer:
         """Send one request that encodes passages or looks them up."""
         fields = {"texts": body.texts, "only_look": body.only_look}
-        answer = EncodeAnswer.from_dict(self._ask("POST", ENCODE, fields))
+        answer = EncodeAnswer.from_dict(self._ask(ENCODE, fields))
         if len(answer.passages) != len(body.texts):
             raise ProtocolError(
                 f"{self.url} returned results for {len(answer.passages)} passages, expected "
@@ -217,9 +217,9 @@ class ServerClient:
         options["messages"] = [{"role": "user", "content": question}]
         return cast(Iterable[Any], self.openai.chat.completions.create(extra_body=extra, **options))
 
-    def _ask(self, method: Literal["GET", "POST"], path: str, body: Any = None) -> Any:
+    def _ask(self, path: str, body: Any = None) -> Any:
         with self._translated(path):
-            if method == "GET":
+            if body is None:
                 response = self.openai.get(self.url + path, cast_to=httpx.Response)
             else:
                 response = self.openai.post(self.url + path, cast_to=httpx.Response, body=body)
@@ -230,7 +230,6 @@ class ServerClient:
 
     @contextmanager
     def _translated(self, path: str) -> Iterator[None]:
-        """Convert errors of OpenAI's client to errors of this package."""
         try:
             yield
         except openai.APIStatusError as error:

@@ -111,11 +111,8 @@ class ServingConfig:
     def profile_of(
         self, model: str, dtype: torch.dtype, revision: str | None = None
     ) -> tuple[ModelProfile, Recipe]:
-        """Build the profile of a model that vLLM runs, and load its recipe.
-
-        Every process of a server calls this at startup, with the same result. Weight files are not
-        loaded, only hashed once, which takes seconds per 10 GB.
-        """
+        """Build the profile of a model that vLLM runs, and load its recipe. Weight files are not
+        loaded, only hashed once, which takes seconds per 10 GB."""
         checkpoint = CheckpointModel(model, dtype, revision)
         recipe = resolve_recipe(self.recipe, checkpoint, open_store(self.store))
         profile = profile_of(checkpoint, recipe)
@@ -144,11 +141,8 @@ class ServingConfig:
         return not self.read_only or self.private_bytes > 0
 
     def nearer_tiers(self, profile: ModelProfile, share: Share) -> dict[str, str | KVStore]:
-        """Tiers of a rank before the home by name, fastest first.
-
-        Their folder and prefix include the model and the share, so that other models and ranks
-        cannot read this rank's parts of blocks.
-        """
+        """Tiers of a rank before the home by name, fastest first. Other models and ranks cannot
+        read this rank's parts of blocks, because folder and prefix include model and share."""
         name = f"{profile.fingerprint[:16]}/{share.name}"
         tiers: dict[str, str | KVStore] = {"memory": f"memory:{self.memory}"}
         if self.disk is not None:

@@ -34,11 +34,8 @@ def salt(plan: BlockPlan, profile: ModelProfile, own: str | None = None) -> str:
 
 
 def full_mode_salt(secret: str, namespace: str, given: str | None) -> str:
-    """Return the secret cache salt of a tenant's full-mode requests.
-
-    Engines share the pages of equal prompts, so without a salt, response times would reveal other
-    tenants' prompts.
-    """
+    """Return the secret cache salt of a tenant's full-mode requests. Without it, equal prompts
+    would share an engine's pages, and response times would reveal other tenants' prompts."""
     said = json.dumps([PROTOCOL_VERSION, "full", namespace, given])
     return "tenant-" + code(said, secret)
 
@@ -56,7 +53,6 @@ class BlockId(NamedTuple):
         namespaces: Namespaces to search for the block, its own first.
         keys: Store key of the block in each namespace.
         namespace: Namespace of the plan, without the suffix of private blocks.
-        opens_prompt: See ``BlockPlan``.
     """
 
     place: int
@@ -84,8 +80,7 @@ class BlockId(NamedTuple):
         return len(self.ids)
 
     def to_encode(self, profile: ModelProfile) -> tuple[list[int], BlockPlan]:
-        """Return the prompt that encodes the block (the sink, if any, and its tokens), and its
-        plan."""
+        """Return the prompt that encodes the block (sink and tokens), and its plan."""
         sink = () if self.opens_prompt else profile.sink_ids
         plan = BlockPlan("encode", (self.tokens,), self.namespace, (self.keep,), self.opens_prompt)
         return [*sink, *self.ids], plan
@@ -99,11 +94,8 @@ def block_keys(
 ) -> list[BlockId]:
     """Compute the store keys of a prompt's context blocks, as a local engine does.
 
-    The first block of a prompt is encoded without sink and adapter, and all others with them.
-
-    Args:
-        token_ids: Token ids of the complete prompt. With ``op="encode"``: the sink, unless the
-            block opens a prompt, followed by the block.
+    The first block of a prompt is encoded without sink and adapter, and all others with them. With
+    ``op="encode"``, ``token_ids`` are the sink, unless the block opens a prompt, and the block.
     """
     opens_prompt, start = plan.op != "encode", 0
     if plan.op == "encode":

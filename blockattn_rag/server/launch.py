@@ -208,8 +208,7 @@ def vllm_environment(given: Mapping[str, str]) -> dict[str, str]:
 
 class VllmServer(AbstractContextManager["VllmServer"]):
     """vLLM's API server in a separate process group. All its processes are stopped when the context
-    manager exits, or when this process ends, even by SIGKILL.
-    """
+    manager exits, or when this process ends, even by SIGKILL."""
 
     def __init__(
         self, command: Sequence[str], environment: Mapping[str, str], log: Callable[[str], None]

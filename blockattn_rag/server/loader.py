@@ -11,15 +11,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from blockattn_rag.errors import LoadError, StoreError
 from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.server.keys import BlockId
-from blockattn_rag.server.profile import ModelProfile
-from blockattn_rag.server.shares import Share
 from blockattn_rag.store.base import KVStore, ReadResult, find_blocks, is_damage
+from blockattn_rag.store.checks import Outline
 from blockattn_rag.store.concurrency import Readers, outcome, remaining
 
 logger = logging.getLogger("blockattn_rag")
 
-_THREADS, _MOST_WAITING = 8, 1024
-"""Numbers of threads, and of running and waiting loads. Further loads fail immediately."""
+_THREADS, _MOST_WAITING = 8, 1024  # If more loads are running or waiting, new ones fail.
 
 
 class BlockLoader:
@@ -29,6 +27,7 @@ class BlockLoader:
 
     Args:
         store: Store of this rank: ``open_share``, usually behind faster tiers.
+        outline: ``Share.token_outline`` of this rank.
         kept: Store of the blocks in this rank's memory.
         count: Function that adds to a counter of ``metrics.PLAIN``. Called by several threads.
         deadline_s: Timeout of a load in seconds, including the wait for a thread.
@@ -37,8 +36,7 @@ class BlockLoader:
     def __init__(
         self,
         store: KVStore,
-        profile: ModelProfile,
-        share: Share,
+        outline: Outline,
         kept: KVStore,
         count: Callable[[str, float], None],
         deadline_s: float,
@@ -46,7 +44,7 @@ class BlockLoader:
         self._store = store
         self._kept = kept
         self._count = count
-        self._outline = share.token_outline(profile)
+        self._outline = outline
         self._deadline_s = deadline_s
         # A store may hang, so enforcing the deadline of a read needs a second thread.
         self._readers = Readers(_THREADS, "blockattn-rag-loader")
@@ -54,12 +52,8 @@ class BlockLoader:
         self._room = threading.Semaphore(_MOST_WAITING)
 
     def start(self, blocks: Sequence[BlockId]) -> Future[list[BlockKV]]:
-        """Start loading the blocks of a prompt. Never raises.
-
-        Returns:
-            A future that completes by the deadline, with the blocks in order or with a LoadError.
-            The blocks' tensors may be shared with a store and must not be modified.
-        """
+        """Start loading the blocks of a prompt. Never raises: the future completes by the deadline,
+        with the blocks in order or with a LoadError. Their tensors may be shared with a store."""
         why = f"{_MOST_WAITING} loads are running or waiting"
         if self._room.acquire(blocking=False):
             try:

@@ -33,10 +33,6 @@ from blockattn_rag.server.validation import (
     shown,
 )
 
-Op = Literal["complete", "encode"]
-"""``complete``: generate an answer from blocks. ``encode``: encode and keep one block."""
-
-
 _UNSIGNED = (
     "Only the server's own routes can create plans and choose namespaces; they sign plans with the "
     "secret in the environment variable that the option tenant_secret_env names"
@@ -52,6 +48,7 @@ class BlockPlan:
     """Split of a request's prompt into blocks.
 
     Args:
+        op: ``complete``: generate an answer from blocks. ``encode``: encode and keep one block.
         lengths: Number of tokens of each context block, in order. For ``complete``, the prompt
             starts with the blocks, and at least one token follows. For ``encode``, the only block
             is at the end of the prompt.
@@ -63,7 +60,7 @@ class BlockPlan:
             without sink and adapter.
     """
 
-    op: Op
+    op: Literal["complete", "encode"]
     lengths: Annotated[tuple[Positive, ...], Field(max_length=MOST_BLOCKS, fail_fast=True)]
     namespace: Namespace = ""
     keep: Annotated[
@@ -71,17 +68,6 @@ class BlockPlan:
     ] = ()
     opens_prompt: StrictBool = False
     fixed: Annotated[tuple[Count, ...], Field(max_length=MOST_BLOCKS, fail_fast=True)] = ()
-
-    @field_validator("lengths")
-    @classmethod
-    def _one_block_to_encode(
-        cls, lengths: tuple[int, ...], info: ValidationInfo
-    ) -> tuple[int, ...]:
-        if info.data.get("op") == "encode" and len(lengths) != 1:
-            raise ValueError(
-                f"op='encode' takes one block, found {len(lengths)}; send one request per block"
-            )
-        return lengths
 
     @field_validator("keep")
     @classmethod
@@ -102,11 +88,8 @@ class BlockPlan:
         return tuple(place not in fixed for place in range(len(self.lengths)))
 
     def to_dict(self, secret: str | None = None) -> dict[str, Any]:
-        """Convert the plan to ``kv_transfer_params`` for a request.
-
-        Args:
-            secret: The server's tenant secret. Without it, the plan contains no namespace.
-        """
+        """Convert the plan to ``kv_transfer_params``, signed with the server's tenant secret.
+        Without a secret, the plan contains no namespace."""
         fields = {"v": PROTOCOL_VERSION, **dataclasses.asdict(self)}
         if secret is None:
             del fields["namespace"]
@@ -149,6 +132,10 @@ def parse_plan(
     plan = parse(BlockPlan, fields, FIELD)
     if secret is not None and not hmac.compare_digest(ascii(mac), ascii(plan.signature(secret))):
         raise ProtocolError(_UNSIGNED)
+    if plan.op == "encode" and len(plan.lengths) != 1:
+        raise ProtocolError(
+            f"op='encode' takes one block, found {len(plan.lengths)}; send one request per block"
+        )
     answers = plan.op != "encode"
     most = num_prompt_tokens - answers
     if plan.context_tokens > most:
@@ -169,9 +156,7 @@ class ServedBlocks:
             recomputed.
         local_tokens: Context tokens found in the engine's own cache.
         encoded: Blocks encoded for this request, because they were not stored.
-        encoded_tokens: Number of tokens in these blocks.
-        fetch_s: Load time of the blocks in seconds.
-        int8_blocks: Number of blocks loaded in int8.
+        fetch_s: Load time of the blocks.
         cut_short: Whether a stop string ended the answer. The engine then sends no report, so
             numbers of loaded, local and recomputed tokens are unknown.
         recomputed: Number of recomputed tokens in each block that was not encoded for this request.

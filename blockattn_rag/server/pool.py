@@ -25,19 +25,11 @@ from blockattn_rag.server.protocol import EncodeAnswer, EncodeBody, ServerInfo
 
 logger = logging.getLogger("blockattn_rag")
 
-_AT_ONCE = 8
-"""Number of concurrent requests per server. The server batches their passages."""
-
+_AT_ONCE = 8  # Requests per server, which batches their passages.
 _BATCH_PASSAGES, _BATCH_CHARACTERS = 32, 1 << 15
-
-_CHECK_AGAIN_S = 5.0
-"""Interval between health checks of a failed server, in seconds."""
-
-_BEING_CHECKED = float("inf")
-"""Time of the next check while a check is running."""
-
-_EXCERPT = 60
-"""Number of characters of a passage in the journal."""
+_CHECK_AGAIN_S = 5.0  # Interval between health checks of a failed server.
+_BEING_CHECKED = float("inf")  # Time of the next check while a check is running.
+_EXCERPT = 60  # Characters of a passage in the journal.
 
 
 class Server(Protocol):

@@ -36,7 +36,6 @@ class LayerProfile:
     """Properties of a layer with stored keys and values.
 
     Args:
-        kv_heads: Number of key-value heads.
         key_size, value_size: Sizes of a head's key and value. For a latent layer, sizes of the
             rotary key and the latent.
         layout: Rotary layout of the keys. Not compared by ``==``.
@@ -64,7 +63,6 @@ class ModelProfile:
         vocab_size: Upper bound of token ids.
         max_positions: Maximum number of tokens, prompt and answer together, for which keys are
             exact.
-        sink_ids: Token ids of the recipe's sink.
         block_tuned: Whether the model is marked as block-fine-tuned.
     """
 
@@ -99,8 +97,7 @@ class ModelProfile:
 
 def profile_of(model: AnyModel, recipe: Recipe | None = None) -> ModelProfile:
     """Build the profile of a model. Reads all weights, or their files, to compute the fingerprint.
-    Default recipe: the settings of the model's block fine-tuning, or no sink.
-    """
+    Default recipe: the settings of the model's block fine-tuning, or no sink."""
     if recipe is None:
         trained: dict[str, Any] = {**model.tuned_with}
         recipe = Recipe(**trained)

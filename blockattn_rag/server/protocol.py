@@ -55,9 +55,7 @@ Outcome = Literal["found", "encoded", "missing"]
 
 
 def marker_key_id() -> str:
-    """Return a public id of the marker key. Two installations with the same id accept each other's
-    markers.
-    """
+    """Public id of the marker key. Installations with equal ids accept each other's markers."""
     return hmac.new(marker_key(), b"blockattn-rag key id", hashlib.sha256).hexdigest()[:16]
 
 

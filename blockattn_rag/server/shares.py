@@ -55,10 +55,6 @@ class Share:
         heads = (len(heads) for heads in self.heads * 2)
         return tuple((count, size, profile.dtype) for count, size in zip(heads, sizes, strict=True))
 
-    def bytes_per_token(self, profile: ModelProfile) -> int:
-        outline = self.token_outline(profile)
-        return sum(heads * size * dtype.itemsize for heads, size, dtype in outline)
-
     def cut(self, kv: BlockKV) -> BlockKV:
         return kv.with_tensors(
             [
@@ -82,12 +78,8 @@ def open_share(home: KVStore, share: Share, profile: ModelProfile) -> KVStore:
 
 
 class ShareStore(KVStore):
-    """Read-only view of another store that returns one rank's share of each block.
-
-    Blocks contain only the heads and layers of the share, and are verified like complete entries.
-    From a ``MaintainedStore``, only the heads of the share are read; from other stores, complete
-    entries are read and sliced.
-    """
+    """Read-only view of another store that returns one rank's share of each block. From a
+    ``MaintainedStore``, only this share is read; from other stores, complete entries are read."""
 
     def __init__(self, home: KVStore, share: Share, profile: ModelProfile) -> None:
         self.home = home

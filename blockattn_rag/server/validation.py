@@ -15,12 +15,8 @@ from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationE
 from blockattn_rag.errors import ProtocolError
 from blockattn_rag.store.namespaces import check_namespace
 
-_MOST = 1 << 53
-"""Maximum integer. JSON libraries may not represent larger integers exactly."""
-
-_MOST_FIELDS = 100
-"""Maximum number of fields. pydantic's errors for more unknown fields could take seconds."""
-
+_MOST = 1 << 53  # JSON libraries may not represent larger integers exactly.
+_MOST_FIELDS = 100  # pydantic's errors for more unknown fields could take seconds.
 _OTHER_BODY_BYTES = 4 << 20  # Grammars have up to 2 million characters.
 _BODY_BYTES_PER_TOKEN = 64
 

@@ -306,11 +306,8 @@ def find_blocks(
     outline: Outline,
 ) -> tuple[list[BlockKV | None], dict[str, StoreError]]:
     """Look up blocks with one batch read of all first keys, then one of the second keys of the
-    blocks that are still missing, and so on.
-
-    Returns:
-        The blocks, and errors by key: damaged entries, entries of another block, and failed reads.
-    """
+    blocks that are still missing, and so on. Returns the blocks, and errors by key: damaged
+    entries, entries of another block, and failed reads."""
     blocks: list[BlockKV | None] = [None] * len(queries)
     errors: dict[str, StoreError] = {}
     for turn in range(max((len(query.keys) for query in queries), default=0)):

@@ -49,12 +49,7 @@ def check_key(key: str) -> str:
 
 
 def check_entry(key: str, kv: BlockKV) -> None:
-    """Raise ValueError if ``kv`` does not belong under ``key``, or is malformed.
-
-    A block is malformed if it has no layers or tokens, inconsistent shapes, a non-floating-point
-    dtype (for a quantized block: a dtype other than int8, or mismatched scales), or names that are
-    not strings.
-    """
+    """Raise ValueError if ``kv`` does not belong under ``key``, or is malformed."""
     if key != kv.key:
         raise ValueError(f"Found key {key!r}, expected {kv.key!r}: store a block under kv.key")
     for text in (kv.fingerprint, kv.digest, kv.handle, kv.namespace):

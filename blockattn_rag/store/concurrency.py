@@ -52,7 +52,7 @@ if hasattr(os, "register_at_fork"):
 
 
 class Readers(_ForkAware):
-    """Thread pool for reads. Threads are started on first use."""
+    """Thread pool for reads."""
 
     def __init__(self, threads: int, name: str) -> None:
         if threads < 1:
@@ -61,13 +61,9 @@ class Readers(_ForkAware):
         super().__init__()
 
     def _renew(self) -> None:
-        self._pool: ThreadPoolExecutor | None = None
-        self._lock = threading.Lock()
+        self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix=self._name)
 
     def start(self, read: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        with self._lock:
-            if self._pool is None:
-                self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix=self._name)
         return self._pool.submit(read, *args, **kwargs)
 
 
@@ -163,11 +159,8 @@ class WriteQueue(_ForkAware):
         self._threads = ThreadPoolExecutor(_WRITERS, thread_name_prefix="blockattn-rag-writes")
 
     def add(self, key: str, kv: BlockKV, write: Callable[[str, BlockKV], object]) -> bool:
-        """Queue ``write(key, kv)``, which must not raise. Replaces a queued write for this key.
-
-        Returns:
-            False if the queue is full or closed, in which case the block is not written.
-        """
+        """Queue ``write(key, kv)``, which must not raise, in place of a queued write for this key.
+        Returns False if the queue is full or closed, in which case the block is not written."""
         kv = kv.to(torch.device("cpu"))
         queued = partial(write, key, kv)
         with self._changed:
@@ -182,11 +175,8 @@ class WriteQueue(_ForkAware):
         return True
 
     def discard(self, key: str, wait_s: float) -> bool:
-        """Cancel a queued write, and wait at most ``wait_s`` seconds for a running one.
-
-        Returns:
-            Whether a write was queued.
-        """
+        """Cancel a queued write, and wait at most ``wait_s`` seconds for a running one. Returns
+        whether a write was queued."""
         with self._changed:
             was_queued = self._waiting.pop(key, None) is not None
             self._changed.wait_for(lambda: key not in self._running, wait_s)

@@ -48,14 +48,9 @@ class Refusals:
 def _evict(
     store: MaintainedStore, max_bytes: int, *, more_bytes: int = 0, ignored: str = ""
 ) -> tuple[int, tuple[StoredEntry, ...]]:
-    """Delete the least recently used entries until the others take at most ``max_bytes``. Returns
-    the total size of the remaining entries, and the deleted entries.
-
-    Args:
-        more_bytes: Additional bytes to free if any entry must be deleted, rounded down to complete
-            entries.
-        ignored: Key of an entry that is about to be replaced.
-    """
+    """Delete the least recently used entries until the others take at most ``max_bytes`` and, if
+    any must be deleted, up to ``more_bytes`` more. ``ignored`` is about to be replaced. Returns the
+    total size of the remaining entries, and the deleted entries."""
     known = [entry for entry in store.entries() if entry.nbytes and entry.key != ignored]
     left, spare = sum(entry.nbytes for entry in known), more_bytes
     deleted: list[StoredEntry] = []

@@ -13,6 +13,7 @@ import os
 import stat
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 
@@ -139,12 +140,12 @@ def status_of(path: Path) -> os.stat_result | None:
     return None
 
 
+@dataclass(frozen=True)
 class FolderSidecar(Sidecar):
     """Sidecar files in a folder of a ``DirectoryStore``."""
 
-    def __init__(self, root: Path, fsync: bool) -> None:
-        self._root = root
-        self._fsync = fsync
+    _root: Path
+    _fsync: bool
 
     def names(self, folder: str) -> list[str]:
         top = self._root / folder

@@ -80,10 +80,9 @@ class ObjectStore(MaintainedStore):
         check_no_credentials(url)
         check_seconds("deadline_s", deadline_s)
         self.url = url.rstrip("/")
-        self._reopen = partial(
+        self._reopen = backend is None and partial(
             ObjectStore, self.url, deadline_s=deadline_s, retries=retries, parallel=parallel
         )
-        self._own_backend = backend is None
         opened = backend if backend is not None else connect(self.url, deadline_s, retries)
         self._client = ObjectClient(self.url, opened, deadline_s, parallel)
 
@@ -91,7 +90,7 @@ class ObjectStore(MaintainedStore):
         return f"ObjectStore({self.url!r})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        if not self._own_backend:
+        if not self._reopen:
             raise TypeError(
                 f"{self!r} was opened with a backend object, which may contain credentials, so it "
                 "cannot be pickled; open the store with only an address"

@@ -121,14 +121,12 @@ class RedisStore(KVStore):
         self._refusals.add(self, len(content))
 
     def __contains__(self, key: object) -> bool:
-        if not is_key(key):
-            return False
-        name = self._name(key)
-        return bool(self._asked("look up an entry", lambda: self._server.exists(name)))
+        return is_key(key) and bool(
+            self._asked("look up an entry", partial(self._server.exists, self._name(key)))
+        )
 
     def delete(self, key: str) -> bool:
-        name = self._name(key)
-        return bool(self._asked("delete an entry", lambda: self._server.delete(name)))
+        return bool(self._asked("delete an entry", partial(self._server.delete, self._name(key))))
 
     def keys(self) -> Iterator[str]:
         """Iterate over all keys. A key may appear twice if entries are written concurrently."""

@@ -197,9 +197,8 @@ class TieredStore(KVStore):
         self._home.write(key, kv)
 
     def __contains__(self, key: object) -> bool:
-        if any(self._ask_copies(lambda store: key in store)):
-            return True
-        return self._home.ask(lambda: key in self._home.store)
+        is_copied = any(self._ask_copies(lambda store: key in store))
+        return is_copied or self._home.ask(lambda: key in self._home.store)
 
     def delete(self, key: str) -> bool:
         self._flights.forget(key)

@@ -80,8 +80,8 @@ class Loader(BlockLoader):
     ) -> None:
         self.counts: list[tuple[str, float]] = []
         super().__init__(
-            store, PROFILE, share, kept or MemoryStore(1), lambda *count: self.counts.append(count),
-            deadline_s,
+            store, share.token_outline(PROFILE), kept or MemoryStore(1),
+            lambda *count: self.counts.append(count), deadline_s,
         )  # fmt: skip
 
     def counted(self, name: str) -> float:

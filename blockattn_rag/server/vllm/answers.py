@@ -10,17 +10,17 @@ Importing this module does not load vLLM.
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from blockattn_rag.engine.detokenizer import Detokenizer
 from blockattn_rag.engine.outline import RecipeOutline
 from blockattn_rag.errors import ProtocolError
-from blockattn_rag.output.answers import Said, ThoughtReader, has_no_thoughts
+from blockattn_rag.output.answers import ThoughtReader, has_no_thoughts
 from blockattn_rag.output.grammar import KINDS
 from blockattn_rag.output.tool_formats import ToolCall
-from blockattn_rag.output.tool_parser import AnswerReader, ReadAnswer
+from blockattn_rag.output.tool_parser import AnswerReader
 from blockattn_rag.output.tool_templates import tool_template
 from blockattn_rag.output.tool_use import ToolUse
 from blockattn_rag.prompts.blocks import BlockPrompt
@@ -30,6 +30,9 @@ from blockattn_rag.server.protocol import FIELD
 _DATA = "data: "
 _SIGNS = ('"finish_reason":"', '"usage":{', '"kv_transfer_params":')
 """Texts that occur in the events that ``ChatReport`` changes."""
+
+_Output = tuple[Detokenizer, AnswerReader]
+"""Decoder of one choice, and the reader that separates its thoughts, text and calls."""
 
 
 @dataclass(slots=True)
@@ -41,7 +44,6 @@ class Ticket:
             ones, and returns the number of tokens of each encoded block by key.
         encoded: Number of tokens of each block that was encoded for this request, by key.
         keys: Keys of the context blocks, in order.
-        served: Report on the blocks, or None until it is known.
     """
 
     plan: BlockPlan
@@ -52,6 +54,7 @@ class Ticket:
     served: ServedBlocks | None = None
 
 
+@dataclass(frozen=True, slots=True)
 class ChatReport:
     """Adds the reuse report to a vLLM answer for OpenAI clients.
 
@@ -63,10 +66,9 @@ class ChatReport:
         reason: Why a chat with recognized passages was not answered in block mode.
     """
 
-    def __init__(self, ticket: Ticket | None, recipe: RecipeOutline, reason: str = "") -> None:
-        self._ticket = ticket
-        self._recipe = recipe
-        self._reason = reason
+    ticket: Ticket | None
+    recipe: RecipeOutline
+    reason: str = ""
 
     def answer(self, answer: Any) -> dict[str, Any]:
         data: dict[str, Any] = answer.model_dump()
@@ -81,19 +83,19 @@ class ChatReport:
         data.pop("kv_transfer_params", None)  # vLLM 0.33 adds it to all events.
         if any(choice.get("finish_reason") for choice in data.get("choices", ())):
             data[FIELD] = self._report()
-        served = self._ticket and self._ticket.served
+        served = self.ticket and self.ticket.served
         details = (data.get("usage") or {}).get("prompt_tokens_details") or {}
         if served and details.get("cached_tokens"):
             computed = served.encoded_tokens + sum(served.recomputed)
             details["cached_tokens"] = max(details["cached_tokens"] - computed, 0)
 
     def _report(self) -> dict[str, Any]:
-        if self._ticket is None:
-            return {"mode": "full", **({"reason": self._reason} if self._reason else {})}
-        if self._ticket.served is None:  # An aborted answer has no report.
+        if self.ticket is None:
+            return {"mode": "full", **({"reason": self.reason} if self.reason else {})}
+        if self.ticket.served is None:  # An aborted answer has no report.
             return {"mode": "block"}
-        counts = self._ticket.served.reuse(self._ticket.plan.lengths, self._ticket.prompt_tokens)
-        return {"mode": "block", **counts, "recipe": str(self._recipe)}
+        counts = self.ticket.served.reuse(self.ticket.plan.lengths, self.ticket.prompt_tokens)
+        return {"mode": "block", **counts, "recipe": str(self.recipe)}
 
 
 class ServedTools:
@@ -111,7 +113,8 @@ class ServedTools:
         self._shows_thoughts = request.include_reasoning is not False
         stop = request.stop or ()
         self._stop = (stop,) if isinstance(stop, str) else tuple(stop)
-        self._prompt = BlockPrompt((), "?")
+        self.prompt = BlockPrompt((), "?")
+        """Rendered prompt, which may end with the start of the answer's thoughts."""
         self.options = use.engine_options(tokenizer, requested)
         """Options with the answer's grammar: ``response_format`` and ``structured_outputs``."""
         self.has_own_grammar = self.options != requested
@@ -119,9 +122,8 @@ class ServedTools:
 
     @classmethod
     def of(cls, request: Any, tokenizer: Any) -> ServedTools | None:
-        """Create the tools of a chat request. None if the chat has no tools, or their format is
-        unknown: vLLM's own parser is then used.
-        """
+        """Create a chat's tools. None if vLLM's own parser is used, because there are no tools or
+        their format is unknown."""
         if not request.tools or tool_template(tokenizer) is None:
             return None
         choice = request.tool_choice
@@ -135,10 +137,6 @@ class ServedTools:
             return None if use is None else cls(use, tokenizer, request)
         except (TypeError, ValueError) as error:
             raise ProtocolError(str(error)) from error
-
-    def begin(self, prompt: BlockPrompt) -> None:
-        """Record the rendered prompt, which may end with the start of the answer's thoughts."""
-        self._prompt = prompt
 
     def answer(self, data: dict[str, Any]) -> None:
         """Add the calls to a complete answer, a JSON object."""
@@ -169,17 +167,19 @@ class ServedTools:
 
     def _output(self) -> _Output:
         no_thoughts = has_no_thoughts(self.options)
-        thoughts = ThoughtReader(self._tokenizer, self._prompt, answers_at_once=no_thoughts)
-        detokenizer = Detokenizer(self._tokenizer, self._stop)
-        return _Output(detokenizer, AnswerReader(thoughts, self._parser))
+        thoughts = ThoughtReader(self._tokenizer, self.prompt, answers_at_once=no_thoughts)
+        return Detokenizer(self._tokenizer, self._stop), AnswerReader(thoughts, self._parser)
 
     @staticmethod
     def _read(choice: dict[str, Any], output: _Output) -> tuple[str, str, list[dict[str, Any]]]:
         """Return a choice's new text and thoughts and, at its end, all calls."""
-        said = output.push(choice.get("token_ids") or ())
+        detokenizer, reader = output
+        ids = choice.get("token_ids") or []
+        said = reader.push("".join(map(detokenizer.push, ids)), ids)
         if not choice.get("finish_reason"):
             return said.answer, said.thoughts, []
-        rest, read = output.finish()
+        detokenizer.finish()
+        rest, read = reader.finish(detokenizer.text, detokenizer.ids)
         if read.calls and choice["finish_reason"] == "stop":
             choice["finish_reason"] = "tool_calls"
         # Clients can receive invalid calls only as text.
@@ -191,37 +191,17 @@ class ServedTools:
         return (thoughts or None) if self._shows_thoughts else None
 
     def _drop_ids(self, data: dict[str, Any]) -> None:
-        """Remove token ids that the client did not request."""
         if not self._returns_ids:
             data.pop("prompt_token_ids", None)
             for choice in data.get("choices", ()):
                 choice.pop("token_ids", None)
 
 
-@dataclass(frozen=True, slots=True)
-class _Output:
-    """Decoder for the output of one choice, which separates thoughts, text and calls."""
-
-    _detokenizer: Detokenizer
-    _reader: AnswerReader
-
-    def push(self, ids: Iterable[int]) -> Said:
-        """Add tokens. Returns thoughts and text that can be sent now."""
-        new = [*ids]
-        return self._reader.push("".join(map(self._detokenizer.push, new)), new)
-
-    def finish(self) -> tuple[Said, ReadAnswer]:
-        """Parse the finished output. Returns new thoughts and text, and all calls."""
-        self._detokenizer.finish()
-        return self._reader.finish(self._detokenizer.text, self._detokenizer.ids)
-
-
 def _calls(calls: Sequence[ToolCall]) -> list[dict[str, Any]]:
-    written = ((call, json.dumps(call.arguments, ensure_ascii=False)) for call in calls)
-    return [
-        {**call.to_dict(), "function": {"name": call.name, "arguments": arguments}}
-        for call, arguments in written
-    ]
+    written = [call.to_dict() for call in calls]
+    for function in (call["function"] for call in written):
+        function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
+    return written
 
 
 def _grammar(request: Any) -> dict[str, Any]:

@@ -26,14 +26,9 @@ from blockattn_rag.prompts.markers import content_spans
 from blockattn_rag.server.protocol import FIELD, MOST_BLOCKS
 from blockattn_rag.server.validation import STRICT, as_object, parse, shown
 
-_MOST_NESTED = 100
-"""Maximum nesting depth. Rendering deeper bodies could exceed Python's recursion limit."""
-
-_MOST_BITS = 63
-"""Maximum size of integers. Larger integers make vLLM's engine fail."""
-
-_MOST_MESSAGES = 4096
-"""Maximum number of messages and content parts, which limits the time to parse and render them."""
+_MOST_NESTED = 100  # Rendering deeper bodies could exceed Python's recursion limit.
+_MOST_BITS = 63  # Larger integers make vLLM's engine fail.
+_MOST_MESSAGES = 4096  # Messages and content parts, to limit the time to parse and render them.
 
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _KEPT_FIELDS = ("name", "tool_call_id", "reasoning_content")
@@ -124,8 +119,6 @@ class ChatBody(_Body):
 
 
 class CompletionBody(_Body):
-    """Parsed body of a completion."""
-
     @classmethod
     def from_dict(cls, value: object) -> CompletionBody:
         fields, documents, options = _read_fields(value)
@@ -193,8 +186,7 @@ class _MessageReader:
         return (*chain(*marked), *content_spans("\n".join(texts), origin_of(role)))
 
     def _text(self, part: object, place: str) -> str:
-        """Return a content part's text. A non-text part, such as an image, is noted and is
-        empty."""
+        """Return a content part's text. A part that is not text, such as an image, is noted."""
         if isinstance(part, str):
             return part
         fields = as_object(part, place)

@@ -27,10 +27,7 @@ from blockattn_rag.store.concurrency import CircuitBreaker
 
 logger = logging.getLogger("blockattn_rag")
 
-_AT_ONCE = 64
-"""Maximum number of blocks to encode at once. Further blocks wait outside the engine, so that they
-occupy no pages."""
-
+_AT_ONCE = 64  # Further blocks wait outside the engine, so that they occupy no pages.
 _ANSWERED_WITHIN_S = 30.0
 _STORED_WITHIN_S = 60.0
 _FAILURES, _PAUSE_S = 3, 30.0
@@ -58,10 +55,8 @@ class _Flight:
 
 
 class BlockEnsurer:
-    """Looks up blocks in the store, and encodes missing blocks with the engine.
-
-    A block that several requests need is encoded only once.
-    """
+    """Looks up blocks in the store, and encodes missing blocks with the engine. A block that
+    several requests need is encoded only once."""
 
     def __init__(
         self, engine_client: Any, home: KVStore, config: ServingConfig, profile: ModelProfile
@@ -106,10 +101,7 @@ class BlockEnsurer:
         """Encode missing blocks. Returns the number of tokens of each of them, by key.
 
         A block that cannot be stored is kept in the workers' memory if there is room, so that
-        requests succeed even if the store is full.
-
-        Args:
-            must_store: Whether to raise an error if a storable block cannot be stored.
+        requests succeed even if the store is full, unless ``must_store``.
         """
         pairs = zip(blocks, await self.found(blocks, thorough=thorough), strict=True)
         absent = {block.name: block for block, is_found in pairs if not is_found}
@@ -153,10 +145,8 @@ class BlockEnsurer:
             task.add_done_callback(lambda task: task.cancelled() or task.exception())  # see _land
 
     async def _encoded(self, block: BlockId) -> None:
-        """Encode a block, or wait if it is already being encoded.
-
-        The request is canceled if the last waiter leaves before the request is sent to the engine.
-        """
+        """Encode a block, or wait if it is already being encoded. The encoding is canceled if the
+        last waiter leaves before the engine has the request."""
         flight = self._flights.get(block.name)
         if flight is None:
             flight = self._flights[block.name] = _Flight(partial(self._encode, block))
@@ -323,8 +313,7 @@ class KeptBlocks:
 
 class Room:
     """Limits concurrent tasks in an event loop and their total bytes, in first-in, first-out order.
-    A single task may exceed the bytes.
-    """
+    A single task may exceed the bytes."""
 
     def __init__(self, max_running: int, max_bytes: int) -> None:
         self._max_running, self._max_bytes = max_running, max_bytes

@@ -86,7 +86,7 @@ class Counters:
                     self.count(f"tier_{figure}", more, name)
 
     def taken(self) -> ServingStats | None:
-        """Return and reset the counts since the last call. None if there are none."""
+        """Return the counts since the last call. None if there are none."""
         with self._lock:
             counts, self._counts = self._counts, {}
         return ServingStats(counts) if counts else None
@@ -141,9 +141,9 @@ class WorkerReport(KVConnectorWorkerMetadata):
         unsaved: Reasons why encoded blocks could not be stored, by name of the encoding request.
     """
 
-    fetches: Mapping[str, Fetch] = field(default_factory=dict)
+    fetches: dict[str, Fetch] = field(default_factory=dict)
     unsaved: Mapping[str, str] = field(default_factory=dict)
-    ended: Mapping[str, Ended] = field(default_factory=dict)
+    ended: dict[str, Ended] = field(default_factory=dict)
 
     def aggregate(self, other: WorkerReport) -> WorkerReport:
         """Combine the reports of two ranks. The slowest load of a request counts."""

@@ -1,4 +1,4 @@
-"""Conversion of OpenAI clients' prompts to token ids.
+"""Conversion of OpenAI clients' prompts to token ids, to blocks, and to vLLM requests.
 
 The server renders chats with the model's chat template and splits prompts into blocks as an
 in-process engine does, so that both share stored blocks.
@@ -8,14 +8,17 @@ Importing this module does not load vLLM.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from blockattn_rag.errors import ProtocolError
+from blockattn_rag.output.grammar import KINDS, MOST_CHARACTERS, choice_grammar
 from blockattn_rag.output.tool_templates import tool_template
 from blockattn_rag.output.tool_use import prompt_spans
-from blockattn_rag.prompts.blocks import Block, BlockPrompt, Keep, keep_of
+from blockattn_rag.prompts.blocks import STORED, Block, BlockPrompt, Keep, keep_of
 from blockattn_rag.prompts.chat_template import (
     Spans,
     chat_spans,
@@ -24,8 +27,31 @@ from blockattn_rag.prompts.chat_template import (
 )
 from blockattn_rag.prompts.formats import CHAT
 from blockattn_rag.prompts.tokenization import BlockTokenizer
-from blockattn_rag.server.protocol import MOST_BLOCKS
+from blockattn_rag.server.config import ServingConfig
+from blockattn_rag.server.keys import BlockId, block_keys, full_mode_salt
+from blockattn_rag.server.plan import BlockPlan
+from blockattn_rag.server.profile import ModelProfile
+from blockattn_rag.server.protocol import MOST_BLOCKS, TENANT_HEADER
+from blockattn_rag.server.validation import Namespace, parse
 from blockattn_rag.server.vllm.bodies import ChatBody, CompletionBody
+
+if TYPE_CHECKING:
+    from fastapi.datastructures import Headers
+
+_DIALECT = "%llguidance"  # Prefix of grammars in the llguidance dialect.
+
+_UNSUPPORTED = {
+    "echo": "the prompt is not prefilled as a whole",
+    "prompt_logprobs": "the prompt is not prefilled as a whole",
+    "use_beam_search": "vLLM runs each beam as a request, which would reload the blocks",
+    "truncate_prompt_tokens": "the plan covers the complete prompt",
+    "prompt_embeds": "blocks are looked up by their token ids",
+    "suffix": "the prompt must end with its final block",
+}
+
+# llguidance follows references recursively: a chain of 20,000 overflows the stack and crashes the
+# server, but a chain of 2,000 does not.
+_MOST_REFERENCES = 1_000
 
 Recognizer = Callable[[Spans], Spans]
 """Function that splits known passages out of a text."""
@@ -112,3 +138,146 @@ class Prompts:
     def completion(body: CompletionBody, recognize: Recognizer | None = None) -> BlockPrompt:
         spans = body.spans
         return BlockPrompt.from_spans(recognize(spans) if recognize else spans, CHAT.template)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestReader:
+    """Converter of request bodies to blocks.
+
+    Args:
+        models: vLLM's registry of the served models.
+        backend: vLLM's backend of structured outputs.
+    """
+
+    config: ServingConfig
+    profile: ModelProfile
+    models: Any
+    max_tokens: int
+    backend: str
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        return tuple(model.name for model in self.models.base_model_paths)
+
+    def passages(self, texts: Sequence[Sequence[int]], headers: Headers) -> list[BlockId]:
+        namespace, blocks = self.namespace(headers), list[BlockId]()
+        for ids in texts:
+            plan = BlockPlan("encode", (len(ids),), namespace, (STORED,))
+            blocks += self._blocks([*self.profile.sink_ids, *ids], plan)
+        return blocks
+
+    def full_mode(self, request: Any, prompt: TokenPrompt | None, headers: Headers) -> None:
+        """Prepare a full-mode request for vLLM's handlers."""
+        self._prepare_grammar(request)
+        request.kv_transfer_params = None
+        if prompt is not None:
+            if request.echo:
+                raise ProtocolError("echo is not supported with passages or tools; remove it")
+            _set_tokens(request, prompt.token_ids, {})
+        if (secret := self.config.tenant_secret) is not None:
+            namespace = self.namespace(headers)
+            request.cache_salt = full_mode_salt(secret, namespace, request.cache_salt)
+
+    def block_mode(
+        self, request: Any, prompt: TokenPrompt, headers: Headers
+    ) -> tuple[BlockPlan, list[BlockId]]:
+        """Prepare a block-mode request for vLLM's handlers. Returns its plan and context blocks."""
+        self._prepare_grammar(request)
+        self._check(request, len(prompt.token_ids))
+        namespace = self.namespace(headers)
+        plan = BlockPlan("complete", prompt.lengths, namespace, prompt.keep, fixed=prompt.fixed)
+        blocks = self._blocks(prompt.token_ids, plan)
+        _set_tokens(request, prompt.token_ids, plan.to_dict(self.config.tenant_secret))
+        return plan, blocks
+
+    def namespace(self, headers: Headers) -> str:
+        """Return a request's namespace: the tenant set by the gateway, or the server's default."""
+        tenants = headers.getlist(TENANT_HEADER)
+        if not tenants:
+            return self.config.namespace
+        if self.config.tenant_secret is None:
+            raise ProtocolError(
+                f"The request has the header {TENANT_HEADER}, but this server has no tenants; set "
+                "tenant_secret_env in the connector's options"
+            )
+        if len(tenants) > 1 or not tenants[0]:
+            # The gateway may have appended its value to the client's header.
+            raise ProtocolError(
+                f"The request has {len(tenants)} {TENANT_HEADER} headers, expected one name; the "
+                "gateway must replace the client's header, or remove it if there is no tenant"
+            )
+        return parse(Namespace, tenants[0], TENANT_HEADER)
+
+    def _blocks(self, token_ids: Sequence[int], plan: BlockPlan) -> list[BlockId]:
+        blocks = block_keys(token_ids, plan, self.profile, self.config.read_namespaces)
+        longest = max((len(block.to_encode(self.profile)[0]) for block in blocks), default=0)
+        if longest >= self.max_tokens:
+            raise ProtocolError(
+                f"A block has {longest} tokens including the sink, expected fewer than the "
+                f"server's max_model_len, {self.max_tokens}"
+            )
+        return blocks
+
+    def _prepare_grammar(self, request: Any) -> None:
+        """Check the size of a request's grammar, and rewrite ``choice`` for the guidance backend.
+
+        vLLM's own grammar for ``choice`` fails with 2,000 or more choices.
+        """
+        response_format, grammar = request.response_format, request.structured_outputs
+        values = [] if response_format is None else [response_format.model_dump_json()]
+        if grammar is not None:
+            values += [getattr(grammar, kind) for kind in KINDS]
+        for value in values:
+            text = value if isinstance(value, str) else json.dumps(value)
+            if len(text) > MOST_CHARACTERS:
+                raise ProtocolError(
+                    f"The answer's grammar has {len(text):,} characters, expected at most "
+                    f"{MOST_CHARACTERS:,}. Reduce the number of options: retrieve candidates "
+                    "first, or split the request into several steps"
+                )
+            if (references := text.count('"$ref"')) > _MOST_REFERENCES:
+                raise ProtocolError(
+                    f"The answer's schema has {references:,} references ($ref), expected at most "
+                    f"{_MOST_REFERENCES:,}. Inline short definitions, or split the request into "
+                    "several steps"
+                )
+        is_guidance = self.backend == "guidance"
+        if grammar is not None and _DIALECT in (grammar.grammar or "") and not is_guidance:
+            # The "auto" backend accepts it, but then fails in the engine.
+            raise ProtocolError(
+                "A grammar in the llguidance dialect, such as for a required tool call, requires "
+                f"vLLM's guidance backend, found {self.backend}; start the server with "
+                """--structured-outputs-config '{"backend": "guidance"}'"""
+            )
+        if grammar is not None and grammar.choice and is_guidance:
+            request.structured_outputs = replace(
+                grammar, choice=None, grammar=choice_grammar(grammar.choice)
+            )
+
+    def _check(self, request: Any, num_prompt_tokens: int) -> None:
+        for name, why in _UNSUPPORTED.items():
+            value = getattr(request, name, None)
+            if value is not None and value is not False:
+                raise ProtocolError(f"{name} is not supported in block mode: {why}; remove it")
+        if num_prompt_tokens >= self.max_tokens:
+            raise ProtocolError(
+                f"The prompt has {num_prompt_tokens} tokens, expected at most "
+                f"{self.max_tokens - 1}: the server's max_model_len is {self.max_tokens}"
+            )
+        model = request.model
+        if model in self.models.lora_requests:
+            raise ProtocolError(
+                f"The requested model {model!r} is a LoRA adapter. Block mode does not support "
+                "LoRA adapters, because they are not trained on blocks encoded by the base model"
+            )
+        if model and model not in self.model_names:
+            raise ProtocolError(
+                f"Unknown model {model!r:.200}: expected one of {', '.join(self.model_names)}"
+            )
+
+
+def _set_tokens(request: Any, token_ids: list[int], params: dict[str, Any]) -> None:
+    if hasattr(request, "messages"):
+        request.kv_transfer_params = {"prompt_token_ids": token_ids, **params}
+    else:
+        request.prompt, request.kv_transfer_params = token_ids, params or None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -10,14 +10,14 @@ from torch import Tensor
 
 from blockattn_rag.errors import ServingError
 
-_BASE = 128
-"""Upper bound of integers that are exact in every cache dtype."""
-
-_NULL = 0
-"""Id of vLLM's null page, which requests do not use."""
+_BASE = 128  # Smaller integers are exact in every cache dtype.
+_NULL = 0  # Id of vLLM's null page, which requests do not use.
 
 Sizes = tuple[int, int, int]
 """Number of key-value heads, and the sizes of a head's keys and values."""
+
+States = tuple[Tensor, Tensor]
+"""Keys and values ``[kv_heads, tokens, head_size]``."""
 
 PageTables = Sequence[Sequence[int]]
 """Page ids of a request's tokens, in order, per KV cache group."""
@@ -49,6 +49,12 @@ class KVGroup(NamedTuple):
         return slots[tokens.start % size :][: len(tokens)]
 
 
+def joined(parts: Iterable[States]) -> States:
+    """Concatenate the keys and values of consecutive tokens."""
+    keys, values = (torch.cat(states, dim=1) for states in zip(*parts, strict=True))
+    return keys, values
+
+
 def sizes_of(layer: Any) -> Sizes:
     if (latent := getattr(layer, "kv_lora_rank", None)) is not None:
         return 1, layer.head_size - latent, latent
@@ -64,13 +70,12 @@ class LayerPages:
     Args:
         layer: vLLM's attention layer. Keys and values of a latent layer are its rotary key and its
             latent.
-        group: KV cache group of the layer.
         interleaves_keys: Whether the engine stores the two dimensions of each rotary pair next to
             each other. Blocks store them in the first and second half of a key.
     """
 
     def __init__(self, layer: Any, group: KVGroup, *, interleaves_keys: bool = False) -> None:
-        self._layer = layer
+        self.layer = layer
         self.group = group
         self.sizes = sizes_of(layer)
         self._interleaves_keys = interleaves_keys
@@ -80,18 +85,18 @@ class LayerPages:
 
     @property
     def device(self) -> torch.device:
-        device: torch.device = self._layer.kv_cache.device
+        device: torch.device = self.layer.kv_cache.device
         return device
 
     @property
     def tokens_per_page(self) -> int:
         """Tokens per kernel page. A scheduler page may consist of several kernel pages."""
         heads, key_size, value_size = self.sizes
-        return int(self._layer.kv_cache[0].numel()) // (heads * (key_size + value_size))
+        return int(self.layer.kv_cache[0].numel()) // (heads * (key_size + value_size))
 
     def write(self, keys: Tensor, values: Tensor, slots: Tensor) -> None:
         """Write states ``[kv_heads, tokens, head_size]`` of any float dtype to slots."""
-        layer = self._layer
+        layer = self.layer
         if self._interleaves_keys:
             keys = keys.reshape(*keys.shape[:-1], 2, -1).mT.flatten(-2)
         key, value = (states.transpose(0, 1).contiguous() for states in (keys, values))
@@ -101,13 +106,13 @@ class LayerPages:
         else:
             layer.impl.do_kv_cache_update(layer, key, value, layer.kv_cache, slots)
 
-    def read(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+    def read(self, slots: Tensor) -> States:
         """Copy keys and values ``[kv_heads, tokens, head_size]`` from slots ``[tokens]``. The first
         slot must be at the start of a page."""
         heads, key_size, value_size = self.sizes
         tokens = self.tokens_per_page
         pages = slots[::tokens] // tokens
-        found = self._layer.kv_cache[pages].flatten(1)[:, self._places]
+        found = self.layer.kv_cache[pages].flatten(1)[:, self._places]
         keys, values = found.tensor_split([tokens * heads * key_size], dim=1)
         return (
             keys.reshape(-1, heads, key_size)[: len(slots)].transpose(0, 1).contiguous(),
@@ -116,10 +121,10 @@ class LayerPages:
 
     def measure(self, known: dict[tuple[Any, ...], Tensor]) -> None:
         """Measure the layout for ``read``, unless a layer with the same layout is in ``known``."""
-        cache = self._layer.kv_cache
+        cache = self.layer.kv_cache
         kind = (
             *(cache.shape, cache.stride(), cache.dtype),
-            *(type(self._layer.impl), self.sizes, self._interleaves_keys),
+            *(type(self.layer.impl), self.sizes, self._interleaves_keys),
         )
         if kind not in known:
             known[kind] = _measure(self)
@@ -129,7 +134,7 @@ class LayerPages:
 def _measure(pages: LayerPages) -> Tensor:
     """Measure a layout: write the index of each element to vLLM's null page, digit by digit, and
     locate it. The page, which requests do not use, is restored afterwards."""
-    cache: Tensor = pages._layer.kv_cache
+    cache: Tensor = pages.layer.kv_cache
     heads, key_size, value_size = pages.sizes
     tokens = pages.tokens_per_page
     count = tokens * heads * (key_size + value_size)
@@ -159,7 +164,7 @@ def _measure(pages: LayerPages) -> Tensor:
     order = found.argsort()
     if not torch.equal(found[order], numbers):
         raise ServingError(
-            f"Blocks cannot be saved from pages of {type(pages._layer.impl).__name__}, because it "
+            f"Blocks cannot be saved from pages of {type(pages.layer.impl).__name__}, because it "
             "changes the keys and values that it stores. Use another attention backend, or "
             "read_only and private_memory '0'"
         )

@@ -25,10 +25,7 @@ from blockattn_rag.errors import ServingError
 from blockattn_rag.model.chosen_attention import ChosenAttention, MeasuredAttention
 from blockattn_rag.model.recompute import choose_tokens, measured_layers
 from blockattn_rag.server.plan import BlockPlan
-from blockattn_rag.server.vllm.pages import LayerPages
-
-States = tuple[Tensor, Tensor]
-"""Keys and values ``[kv_heads, tokens, head_size]``."""
+from blockattn_rag.server.vllm.pages import LayerPages, States, joined
 
 GetStates = Callable[[int, Tensor, Tensor], States]
 """Function that returns all keys and values that a forward pass attends to in a layer. Its
@@ -36,11 +33,10 @@ arguments are the layer index, and the keys and values of the tokens in the pass
 
 
 class Recomputer:
-    """Recomputes tokens in requests' pages. ``layers`` are all attention layers, in order."""
+    """Recomputes tokens in requests' pages. ``pages``: Those of all attention layers, in order."""
 
-    def __init__(
-        self, layers: Sequence[Any], pages: Sequence[LayerPages], engine: VllmConfig
-    ) -> None:
+    def __init__(self, pages: Sequence[LayerPages], engine: VllmConfig) -> None:
+        layers = [layer_pages.layer for layer_pages in pages]
         for index, layer in enumerate(layers):
             has_slopes = getattr(layer.impl, "alibi_slopes", None) is not None
             if type(layer) is not Attention or has_slopes:
@@ -58,15 +54,9 @@ class Recomputer:
     def recompute(
         self, token_ids: Sequence[int], slots: Tensor, plan: BlockPlan, count: int
     ) -> list[int]:
-        """Recompute ``count`` tokens of a context.
-
-        Args:
-            token_ids: Token ids of the complete prompt.
-            slots: Slots ``[tokens]`` of the context, which must not be shared with other requests.
-
-        Returns:
-            Indices of the recomputed tokens, in ascending order. Identical on all ranks.
-        """
+        """Recompute ``count`` tokens of a prompt's context in its slots ``[tokens]``, which must
+        not be shared with other requests. Returns the indices of these tokens, in ascending order.
+        They are identical on all ranks."""
         received = self._received(token_ids[len(slots) :], slots)
         chosen = choose_tokens(received, plan.lengths, plan.may_change, count)
         self._compute(token_ids, slots, chosen)
@@ -83,10 +73,10 @@ class Recomputer:
             def states(layer: int, keys: Tensor, values: Tensor) -> States:
                 own = keys, values
                 if layer in earlier:
-                    own = _joined(earlier[layer], own)
+                    own = joined([earlier[layer], own])
                 if len(final_ids) > self._most_tokens:
                     earlier[layer] = own
-                return _joined(self._pages[layer].read(slots), own)
+                return joined([self._pages[layer].read(slots), own])
 
             measured = MeasuredAttention(
                 before + start, len(ids), self._windows, layers, slots.device
@@ -182,11 +172,6 @@ def _attending(
     finally:
         for layer, backend in zip(layers, backends, strict=True):
             layer.impl = backend
-
-
-def _joined(before: States, after: States) -> States:
-    keys, values = (torch.cat(pair, dim=1) for pair in zip(before, after, strict=True))
-    return keys, values
 
 
 def _model_of(layer: nn.Module) -> nn.Module:

@@ -11,7 +11,7 @@ from typing import Any
 from vllm.exceptions import RetryableRequestError
 
 from blockattn_rag.errors import GrammarError, ProtocolError
-from blockattn_rag.server.plan import BlockPlan, ServedBlocks
+from blockattn_rag.server.plan import ServedBlocks
 from blockattn_rag.server.protocol import FIELD
 from blockattn_rag.server.vllm.answers import Ticket
 from blockattn_rag.server.vllm.metrics import CUT_ANSWERS, RETRIES
@@ -109,9 +109,26 @@ def _failed(output: Any) -> bool:
 
 
 def _take_report(output: Any, ticket: Ticket) -> None:
-    """Add the reuse report to the ticket if an output ends an answer."""
-    if (served := _served(output, ticket.plan)) is None:
-        return
+    """Add the reuse report to the ticket if an output ends an answer.
+
+    The engine sends the report with the last token, unless a stop string ends the answer: vLLM
+    detects stop strings in this process, and aborts the engine's request. In that case, the number
+    of cached tokens shows that the blocks were used.
+    """
+    completions, params = output.outputs, output.kv_transfer_params or {}
+    if FIELD in params:
+        served = ServedBlocks.from_dict(params)
+    elif not output.finished or all(c.finish_reason not in _COMPLETE for c in completions):
+        return  # More outputs follow, or the answer was aborted.
+    elif (
+        any(isinstance(completion.stop_reason, str) for completion in completions)
+        and (output.num_cached_tokens or 0) >= ticket.plan.context_tokens
+    ):
+        served = ServedBlocks(len(ticket.plan.lengths), 0, 0, cut_short=True)
+    else:
+        raise ProtocolError(
+            "The engine sent no reuse report; check that its connector is configured"
+        )
     CUT_ANSWERS.inc(served.cut_short)
     # Tokens of encoded blocks are already counted as computed.
     recomputed = [
@@ -124,23 +141,3 @@ def _take_report(output: Any, ticket: Ticket) -> None:
         encoded_tokens=sum(ticket.encoded.values()),
         recomputed=recomputed,
     )
-
-
-def _served(output: Any, plan: BlockPlan) -> ServedBlocks | None:
-    """Build the reuse report. None if more outputs follow, or the answer was aborted.
-
-    The engine sends the report with the last token, unless a stop string ends the answer: vLLM
-    detects stop strings in this process, and aborts the engine's request. In that case, the number
-    of cached tokens shows that the blocks were used.
-    """
-    if output.kv_transfer_params and FIELD in output.kv_transfer_params:
-        return ServedBlocks.from_dict(output.kv_transfer_params)
-    if not (
-        output.finished
-        and any(completion.finish_reason in _COMPLETE for completion in output.outputs)
-    ):
-        return None
-    is_stopped_here = any(isinstance(completion.stop_reason, str) for completion in output.outputs)
-    if is_stopped_here and (output.num_cached_tokens or 0) >= plan.context_tokens:
-        return ServedBlocks(len(plan.lengths), 0, 0, cut_short=True)
-    raise ProtocolError("The engine sent no reuse report; check that its connector is configured")

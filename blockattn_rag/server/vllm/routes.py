@@ -158,11 +158,7 @@ async def _counted(raw_request: Request, answer: Awaitable[Response]) -> Respons
 
 
 def _refusal(error: BlockAttnError) -> Response:
-    """Build an error response in vLLM's format.
-
-    400: the request is invalid. 409: blocks are missing, and this server is not allowed to encode
-    them. 503: the request failed, but may succeed later.
-    """
+    """Build an error response in vLLM's format. Status 503: the request may succeed later."""
     statuses = {ProtocolError: 400, GrammarError: 400, SegmentationError: 400, MissError: 409}
     status = next((code for kind, code in statuses.items() if isinstance(error, kind)), 503)
     body = {"message": str(error), "type": type(error).__name__, "param": None, "code": status}

@@ -5,11 +5,10 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-from torch import Tensor
 from vllm.distributed import get_tp_group
 
 from blockattn_rag.errors import StoreError
@@ -21,7 +20,7 @@ from blockattn_rag.server.keys import BlockId, block_keys
 from blockattn_rag.server.profile import ModelProfile
 from blockattn_rag.server.shares import Share
 from blockattn_rag.server.vllm.metrics import Counters
-from blockattn_rag.server.vllm.pages import LayerPages
+from blockattn_rag.server.vllm.pages import LayerPages, States, joined
 from blockattn_rag.server.vllm.scheduler import Copy, Save, encode_name
 from blockattn_rag.store.base import KVStore
 from blockattn_rag.store.checks import check_finite
@@ -32,10 +31,8 @@ logger = logging.getLogger("blockattn_rag")
 QUEUE_BYTES = 1 << 30
 """Size limit of the queue of blocks to write; a single block may be larger."""
 
-States = Sequence[tuple[Tensor, Tensor]]
-"""Keys and values of each layer."""
 
-
+@dataclass(eq=False)
 class BlockSaver:
     """Saves encoded blocks. All ranks of the tensor-parallel group must make the same calls.
 
@@ -50,35 +47,27 @@ class BlockSaver:
         adapter: The recipe's adapter, for all blocks except those that open a prompt.
     """
 
-    def __init__(
-        self,
-        pages: Sequence[LayerPages],
-        profile: ModelProfile,
-        share: Share,
-        home: KVStore,
-        kept: KVStore,
-        kv_dtype: KVDtype,
-        counters: Counters,
-        adapter: Correction | None = None,
-    ) -> None:
-        self._pages = pages
-        self._profile = profile
-        self._share = share
-        self._home = home
-        self._kept = kept
-        self._quantizes = kv_dtype == "int8"
+    pages: Sequence[LayerPages]
+    profile: ModelProfile
+    share: Share
+    home: KVStore
+    kept: KVStore
+    kv_dtype: KVDtype
+    counters: Counters
+    adapter: Correction | None
+
+    def __post_init__(self) -> None:
         self._writes = WriteQueue(QUEUE_BYTES)
-        self._counters = counters
-        self._adapter = adapter and share.cut_adapter(adapter)
-        self._layouts = [profile.layers[layer].layout for layer in share.layers]
-        self._parts: dict[str, list[States]] = {}
+        self._adapter = self.adapter and self.share.cut_adapter(self.adapter)
+        self._layouts = [self.profile.layers[layer].layout for layer in self.share.layers]
+        self._parts: dict[str, list[Sequence[States]]] = {}
         self._unsaved: dict[str, str] = {}
         self._lock = threading.Lock()
 
     def copy(self, copy: Copy) -> None:
         if copy.tokens.start == 0:  # Also handles preemption.
             self._parts[copy.request_id] = []
-        self._parts[copy.request_id].append([self._read(pages, copy) for pages in self._pages])
+        self._parts[copy.request_id].append([self._read(pages, copy) for pages in self.pages])
 
     def forget(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
@@ -86,9 +75,9 @@ class BlockSaver:
 
     def save(self, save: Save) -> None:
         """Save an encoding request's block from the copies made after its steps."""
-        (block,) = block_keys(save.token_ids, save.plan, self._profile)
+        (block,) = block_keys(save.token_ids, save.plan, self.profile)
         parts = zip(*self._parts.pop(save.request_id), strict=True)
-        own = self._block(block, [_joined(layer) for layer in parts])
+        own = self._block(block, [joined(layer) for layer in parts])
         if self._adapter is not None and not save.plan.opens_prompt:
             own = self._adapter.applied(own, self._layouts)
         if not block.keep.is_stored:
@@ -104,8 +93,7 @@ class BlockSaver:
             self._note_failure(save.request_id, why, why)
 
     def unsaved(self) -> Mapping[str, str]:
-        """Return why blocks could not be stored since the last call, by name of the encoding
-        request."""
+        """Return why blocks were not stored since the last call, by name of the request."""
         with self._lock:
             unsaved, self._unsaved = self._unsaved, {}
         return unsaved
@@ -114,14 +102,14 @@ class BlockSaver:
         self._writes.close()
 
     @staticmethod
-    def _read(pages: LayerPages, copy: Copy) -> tuple[Tensor, Tensor]:
+    def _read(pages: LayerPages, copy: Copy) -> States:
         # Reads must start at a page boundary.
         beyond = copy.tokens.start % pages.group.page_tokens
         tokens = range(copy.tokens.start - beyond, copy.tokens.stop)
         keys, values = pages.read(pages.group.slots(copy.pages, tokens, pages.device))
         return keys[:, beyond:], values[:, beyond:]
 
-    def _block(self, block: BlockId, states: States) -> BlockKV:
+    def _block(self, block: BlockId, states: Sequence[States]) -> BlockKV:
         return BlockKV(
             keys=tuple(
                 shift_positions(keys[:, block.start :], -block.start, layout)
@@ -129,7 +117,7 @@ class BlockSaver:
             ),
             values=tuple(values[:, block.start :] for _, values in states),
             token_ids=torch.tensor(block.ids, dtype=torch.int64),
-            fingerprint=self._profile.fingerprint,
+            fingerprint=self.profile.fingerprint,
             digest=block.digest,
             handle="",  # The handle is the digest of the text, which is unknown here.
             namespace=block.namespaces[0],
@@ -139,34 +127,34 @@ class BlockSaver:
         """Keep a share in memory, for loads of this and later steps."""
         try:
             check_finite(kv, "to memory")
-            self._kept.put(kv.key, kv.quantized() if self._quantizes else kv)
+            self.kept.put(kv.key, kv.quantized() if self.kv_dtype == "int8" else kv)
         except (StoreError, ValueError) as error:
             self._note_failure(request_id, error)
             return
-        self._counters.count("kept_blocks")
+        self.counters.count("kept_blocks")
 
     def _store(self, request_id: str, key: str, kv: BlockKV) -> None:
         try:
-            stored = kv.quantized() if self._quantizes else kv
-            self._home.put(key, stored)
+            stored = kv.quantized() if self.kv_dtype == "int8" else kv
+            self.home.put(key, stored)
         except (StoreError, ValueError) as error:
             cause = error.__cause__
             reason = cause.strerror if isinstance(cause, OSError) else None
             self._note_failure(request_id, error, reason or "see the server's log")
             return
-        self._counters.count("saved_blocks")
-        self._counters.count("saved_bytes", stored.nbytes)
+        self.counters.count("saved_blocks")
+        self.counters.count("saved_bytes", stored.nbytes)
 
     def _note_failure(self, request_id: str, why: object, reason: str = "") -> None:
         """Count and log a failure. ``reason`` is for clients, and contains neither the store's
         location nor keys."""
-        self._counters.count("save_failures")
+        self.counters.count("save_failures")
         logger.warning("The block of request %s was not saved: %s", request_id, why)
         if reason:
             with self._lock:
                 self._unsaved[encode_name(request_id)] = reason
 
-    def _gathered(self, states: States) -> States | None:
+    def _gathered(self, states: Sequence[States]) -> Sequence[States] | None:
         """Gather the keys and values of all heads, by layer. None on all ranks but the first."""
         group = get_tp_group()
         if group.world_size == 1:
@@ -176,22 +164,13 @@ class BlockSaver:
         flat = group.all_gather(mine, dim=0)
         if group.rank_in_group:
             return None
+        ranks = range(group.world_size)
+        shares = [Share.of(self.profile, rank, len(ranks)) for rank in ranks]
         shapes = [state.shape for layer in states for state in layer]
-        sizes = [shape.numel() for shape in shapes]
-        parts = [rank.split(sizes) for rank in flat.split(len(mine))]
-        shares = [Share.of(self._profile, rank, group.world_size) for rank in range(len(parts))]
+        parts = flat.view(len(ranks), -1).split([shape.numel() for shape in shapes], dim=1)
         whole = []
-        for place, shape in enumerate(shapes):
+        for place, (part, shape) in enumerate(zip(parts, shapes, strict=True)):
             # If there are more ranks than heads, several ranks have the same head.
-            pairs = zip(shares, parts, strict=True)
-            by_heads = {
-                share.heads[place // 2].start: part[place].view(shape) for share, part in pairs
-            }
-            whole.append(torch.cat([by_heads[start] for start in sorted(by_heads)]))
+            by_heads = {shares[rank].heads[place // 2].start: part[rank] for rank in ranks}
+            whole.append(torch.cat([heads.view(shape) for heads in by_heads.values()]))
         return list(zip(whole[::2], whole[1::2], strict=True))
-
-
-def _joined(parts: States) -> tuple[Tensor, Tensor]:
-    """Concatenate the keys and values of consecutive tokens, by layer."""
-    keys, values = (torch.cat(states, 1) for states in zip(*parts, strict=True))
-    return keys, values

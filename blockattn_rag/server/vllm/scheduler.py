@@ -64,13 +64,8 @@ def encode_name(request_id: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Order to load a request's context blocks into its pages.
-
-    Args:
-        token_ids: Token ids of the complete prompt.
-        computed: Number of context tokens that are already in pages, which other requests may
-            share.
-    """
+    """Order to load a request's context blocks into its pages. The first ``computed`` context
+    tokens are already in pages, which other requests may share."""
 
     request_id: str
     plan: BlockPlan
@@ -120,17 +115,11 @@ class Orders(KVConnectorMetadata):
 
 @dataclass(slots=True)
 class _Request:
-    """State of a block-mode request.
-
-    Args:
-        plan: None if the request is refused.
-        recomputes: Whether tokens are recomputed, so that the request must not share pages.
-    """
+    """State of a block-mode request. ``plan`` is None if the request is refused."""
 
     request: Request
     plan: BlockPlan | None
     served: ServedBlocks
-    recomputes: bool = False
 
 
 class SchedulerSide:
@@ -175,12 +164,13 @@ class SchedulerSide:
             self._refuse(request, str(error))
             return
         all_local = ServedBlocks(len(plan.lengths), 0, plan.context_tokens)  # until `allocated`
-        recomputes = plan.op == "complete" and self._profile.recomputed_tokens(plan) > 0
-        self._requests[request.request_id] = _Request(request, plan, all_local, recomputes)
+        self._requests[request.request_id] = _Request(request, plan, all_local)
         if plan.op == "encode":
             # All tokens must be computed, because the cache may not have the tokens outside a
             # window.
             request.skip_reading_prefix_cache = True
+        # A request whose tokens are recomputed must not share pages.
+        recomputes = self._profile.recomputed_tokens(plan) > 0
         own = secrets.token_hex() if recomputes else request.cache_salt
         _set_salt(request, salt(plan, self._profile, own))
 
@@ -222,7 +212,7 @@ class SchedulerSide:
         orders.is_idle = step.total_num_scheduled_tokens == 0
         for request_id in step.preempted_req_ids or ():
             known = self._requests.get(request_id)
-            if known is not None and known.plan is not None and known.recomputes:
+            if known and known.plan and self._profile.recomputed_tokens(known.plan):
                 # It must not find its own pages, which may contain recomputed tokens.
                 own = secrets.token_hex()
                 _set_salt(known.request, salt(known.plan, self._profile, own))

@@ -25,8 +25,7 @@ from blockattn_rag.server.vllm.answers import ChatReport, ServedTools, Ticket
 from blockattn_rag.server.vllm.bodies import ChatBody, CompletionBody
 from blockattn_rag.server.vllm.ensure import BlockEnsurer
 from blockattn_rag.server.vllm.metrics import INDEX_FAILURES
-from blockattn_rag.server.vllm.openai import Prompts, Recognizer, TokenPrompt
-from blockattn_rag.server.vllm.requests import RequestReader
+from blockattn_rag.server.vllm.openai import Prompts, Recognizer, RequestReader, TokenPrompt
 from blockattn_rag.server.vllm.retrying import CURRENT, RetryingClient
 from blockattn_rag.store import open_store
 from blockattn_rag.store.namespaces import Access
@@ -47,12 +46,8 @@ _UNRECOGNIZED = (MissError, SegmentationError, ServingError, StoreError, Retryab
 
 
 class _Call(NamedTuple):
-    """Request of a client, for this package (``body``) and for vLLM.
-
-    Args:
-        make_prompt: Function that builds the prompt, using the recognizer if there is one.
-        create: Method of a vLLM handler that answers ``request`` and its HTTP request.
-    """
+    """Request of a client, for this package (``body``) and for a method of a vLLM handler
+    (``create``)."""
 
     body: ChatBody | CompletionBody
     make_prompt: Callable[[Recognizer | None], BlockPrompt]
@@ -84,13 +79,10 @@ class Service:
         self.passages = PassageIndex(home, in_background=True) if is_indexed else None
         self._indexing = None
         if self.passages is not None and not config.read_only:
-            self._indexing = IndexWriter(self.passages, INDEX_FAILURES.inc)
+            self._indexing = IndexWriter(self.passages)
         retrying = RetryingClient(engine_client)
         self._completions = _with_client(state.openai_serving_completion, retrying)
         self._chats = _with_client(state.openai_serving_chat, retrying)
-        self._unparsed_chats = copy.copy(self._chats)
-        if self._unparsed_chats is not None:
-            self._unparsed_chats.parser_cls = None  # This package parses the answers.
         self._model_config = engine_client.model_config
 
     @classmethod
@@ -161,13 +153,15 @@ class Service:
         def make_prompt(recognize: Recognizer | None) -> BlockPrompt:
             return self._prompts.chat(body, definitions, variables, recognize)
 
+        handler = self._chats
         if tools is not None:
+            handler = copy.copy(handler)
+            handler.parser_cls = None  # This package parses the answers.
             request.tools, request.tool_choice, request.return_token_ids = None, "none", True
             if tools.has_own_grammar:
                 request.response_format = None
                 grammar = tools.options["structured_outputs"]
                 request.structured_outputs = StructuredOutputsParams(**grammar)
-        handler = self._chats if tools is None else self._unparsed_chats
         create = handler.create_chat_completion
         return await self._answer(_Call(body, make_prompt, create, request, raw_request, tools))
 
@@ -203,13 +197,11 @@ class Service:
         return answer
 
     def _render(self, call: _Call, recognize: Recognizer | None) -> TokenPrompt | None:
-        """Convert a prompt to token ids, or return None to let vLLM render it.
-
-        vLLM renders prompts without passages, unless this package has to render the tools.
-        """
+        """Convert a prompt to token ids. None if it has no passages, and no tools that this package
+        must render: vLLM then renders it."""
         prompt = call.make_prompt(recognize)
         if call.tools is not None:
-            call.tools.begin(prompt)
+            call.tools.prompt = prompt
         if any(block.is_passage for block in prompt.context):
             return self._prompts.token_ids(prompt, call.body.options.mode)
         return None if call.tools is None else self._prompts.token_ids(prompt, "full")
@@ -258,8 +250,7 @@ class Service:
         return lambda spans: known(marked_sources(spans))
 
     def _index(self, texts: Sequence[str], headers: Headers) -> None:
-        """Add stored passages to the index in the background. Promoted passages are stored only
-        when they are first reused."""
+        """Add passages to the index, also promoted ones, which are stored when first reused."""
         if self._indexing is not None:
             self._indexing.add(entries_of(texts), self._requests.namespace(headers))
 
@@ -299,11 +290,8 @@ class IndexWriter:
     its namespace. The remaining entries are written when the event loop ends.
     """
 
-    def __init__(
-        self, index: PassageIndex, on_failure: Callable[[], None], *, every_s: float = 5.0
-    ) -> None:
+    def __init__(self, index: PassageIndex, *, every_s: float = 5.0) -> None:
         self._index = index
-        self._on_failure = on_failure
         self._every_s = every_s
         self._collected: dict[str, list[Entries]] = {}
         self._unwritten: dict[str, list[Entries]] = {}
@@ -335,7 +323,7 @@ class IndexWriter:
                     self._index.add(entries, namespace)
                 except Exception as error:  # Other namespaces must still be written.
                     self._unwritten[namespace] = [entries[:_MOST_UNWRITTEN]]
-                    self._on_failure()
+                    INDEX_FAILURES.inc()
                     if isinstance(error, StoreError):
                         logger.warning("Cannot write the passage index: %s", error)
                     else:

@@ -27,10 +27,10 @@ from blockattn_rag.server.keys import BlockId, block_keys
 from blockattn_rag.server.loader import BlockLoader
 from blockattn_rag.server.profile import LayerProfile, ModelProfile
 from blockattn_rag.server.shares import Share, open_share
+from blockattn_rag.server.vllm.compatibility import check_rotations
 from blockattn_rag.server.vllm.metrics import Counters, Ended, Fetch, ServingStats, WorkerReport
 from blockattn_rag.server.vllm.pages import KVGroup, LayerPages, sizes_of
 from blockattn_rag.server.vllm.recomputing import Recomputer
-from blockattn_rag.server.vllm.rotations import check_rotations
 from blockattn_rag.server.vllm.saver import BlockSaver
 from blockattn_rag.server.vllm.scheduler import Load, Orders
 from blockattn_rag.store import MemoryStore, TieredStore, open_store
@@ -85,8 +85,7 @@ class WorkerSide:
         self._profile = profile
         self._loading: dict[str, _Loading] = {}
         self._done = KVConnectorTransferResults()
-        self._fetches: dict[str, Fetch] = {}
-        self._ended: dict[str, Ended] = {}
+        self._report = WorkerReport()
         self._waiting: dict[str, _Loaded | None] = {}  # None: the load failed.
         self._stats = Counters()
         by_index = {
@@ -114,19 +113,19 @@ class WorkerSide:
                 pages.measure(layouts)
         self._recomputer = None
         if profile.recipe.recompute:
-            layers_only = [layer for layer, _ in own_layers]
-            self._recomputer = Recomputer(layers_only, self._pages, engine)
+            self._recomputer = Recomputer(self._pages, engine)
         home = open_store(config.store)
         tiers = config.nearer_tiers(profile, share)
         rest = open_share(home, share, profile)
         self._store = TieredStore(*tiers.values(), rest, pause_s=_PAUSE_S)
         self._tier_names = (*tiers, "home")
         self._tiers = self._store.tier_stats()
+        outline = share.token_outline(profile)
         # All ranks keep the same number of tokens, so that they evict the same blocks.
-        private_bytes = config.private_tokens(profile) * share.bytes_per_token(profile)
-        kept = MemoryStore(max(private_bytes, 1), on_host=True)
+        token_bytes = sum(heads * size * dtype.itemsize for heads, size, dtype in outline)
+        kept = MemoryStore(max(config.private_tokens(profile) * token_bytes, 1), on_host=True)
         self._loader = BlockLoader(
-            self._store, profile, share, kept, self._stats.count, config.load_deadline_s
+            self._store, outline, kept, self._stats.count, config.load_deadline_s
         )
         self._saver = BlockSaver(
             self._pages, profile, share, home, kept, config.kv_dtype, self._stats, recipe.adapter
@@ -162,12 +161,9 @@ class WorkerSide:
         return done
 
     def report(self) -> WorkerReport | None:
-        unsaved = self._saver.unsaved()
-        if not self._fetches and not unsaved and not self._ended:
-            return None
-        fetches, self._fetches = self._fetches, {}
-        ended, self._ended = self._ended, {}
-        return WorkerReport(fetches, unsaved, ended)
+        report, self._report = self._report, WorkerReport()
+        report.unsaved = self._saver.unsaved()
+        return report if report != WorkerReport() else None
 
     def counted(self) -> ServingStats | None:
         before, self._tiers = self._tiers, self._store.tier_stats()
@@ -204,13 +200,13 @@ class WorkerSide:
         if recomputes:
             self._end(request_id, _Loaded(order, quantized, loading.since))
             return
-        self._fetches[request_id] = Fetch(seconds, quantized)
+        self._report.fetches[request_id] = Fetch(seconds, quantized)
         self._done.finished_recving.add(request_id)
 
     def _end(self, request_id: str, loaded: _Loaded | None) -> None:
         """Report the end of a load to the scheduler, which then orders the recomputation."""
         self._waiting[request_id] = loaded
-        self._ended[request_id] = Ended(1, int(loaded is None))
+        self._report.ended[request_id] = Ended(1, int(loaded is None))
 
     def _recompute(self, request_id: str, *, is_used: bool) -> None:
         """Recompute the tokens of a request whose load has ended on all ranks."""
@@ -229,7 +225,7 @@ class WorkerSide:
         ends = [bisect_left(chosen, end) for end in accumulate(plan.lengths)]
         recomputed = tuple(end - start for start, end in pairwise([0, *ends]))
         seconds = time.monotonic() - loaded.since
-        self._fetches[request_id] = Fetch(seconds, loaded.int8_blocks, recomputed)
+        self._report.fetches[request_id] = Fetch(seconds, loaded.int8_blocks, recomputed)
 
     def _write(self, order: Load, wanted: Sequence[BlockId], blocks: Sequence[BlockKV]) -> None:
         device = self._pages[0].device
@@ -258,8 +254,7 @@ class WorkerSide:
 
 
 def _on(device: torch.device, kv: BlockKV) -> BlockKV:
-    """Copy a block to the pages' device. Copies to a GPU are queued after the worker's other GPU
-    work, and do not block the thread."""
+    """Copy a block to a device, without waiting for the worker's other GPU work."""
     if kv.device == device:
         return kv
     layers = [kv.tensors(layer) for layer in range(kv.num_layers)]
