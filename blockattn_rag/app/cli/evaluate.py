@@ -102,8 +102,11 @@ def evaluate(
     if (db is None) != (questions is None):
         raise typer.BadParameter("--db and --questions must be used together")
     if db is not None and questions is not None:
-        if data is not None or log is not None or recipes != "auto":
-            raise typer.BadParameter("--db has passages and a recipe; pass only --questions")
+        others = {"--data": data, "--log": log, "--output": output, "--fidelity": fidelity}
+        others |= {"--closed-book": closed_book, "--recipes": recipes != "auto"}
+        others |= {"--kv-dtype": kv_dtype != "model", "--dtype": dtype != "auto"}
+        if unused := [name for name, value in others.items() if value]:
+            raise typer.BadParameter(f"Found --db and {', '.join(unused)}: pass only --questions")
         show_database(db, questions, model, max_new_tokens)
         return
     if model is None:
