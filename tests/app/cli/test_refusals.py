@@ -71,7 +71,7 @@ def folder(documents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         ("eval --db mydb", 2, "--db and --questions must be used together"),
         ("eval --questions q.jsonl", 2, "--db and --questions must be used together"),
         ("eval --db mydb --questions q.jsonl --recipes fast", 2, "pass only --questions"),
-        ("eval --db mydb --questions q.jsonl --output o --dtype int8", 2, "--output, --dtype: pass"),
+        ("eval --db d --questions q.jsonl --output o --dtype int8", 2, "--output, --dtype: pass"),
         ("ingest documents --db new", 2, "--model"),
         ("ingest documents --db new --model no/model", 1, "error: Cannot load no/model: "),
         ("ingest --db new --model bundled -- -v", 1, "No such file or folder: -v"),
