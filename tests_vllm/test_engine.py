@@ -172,7 +172,8 @@ def test_a_missing_block_only_fails_its_request(
     assert bad.reason == "error"
     assert good.tokens == reference.answer(case, recipe=recipe)
     assert engine.full(missing).tokens == reference.answer(missing, "full")
-    assert engine.counted("vllm:blockattn_load_failures") - failed in (1, 2)  # on each rank
+    ranks = engine.llm.llm_engine.vllm_config.parallel_config.world_size
+    assert engine.counted("vllm:blockattn_load_failures") - failed == ranks
     assert free_pages_are_all(engine)
 
 
@@ -228,8 +229,9 @@ def test_an_aborted_load_frees_its_pages(
 
 def test_invalid_plans_fail(reference: Reference, engine: Engine) -> None:
     case = reference.case(1)
-    plan = {"v": 1, "op": "complete", "lengths": [10_000]}
-    assert engine.ask(case.ids, {"blockattn": plan}).reason == "error"
+    assert engine.ask(case.ids, BlockPlan("complete", (10_000,)).to_dict()).reason == "error"
+    forged = BlockPlan("complete", (3,), "other-tenant").to_dict("another secret")
+    assert engine.ask(case.ids, forged).reason == "error"
     assert engine.full(case).tokens == reference.answer(case, "full")
     assert free_pages_are_all(engine)
 

@@ -17,6 +17,7 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionReque
 from blockattn_rag import BlockAttentionEngine, MemoryStore
 from blockattn_rag.prompts.formats import CHAT, Passage
 from blockattn_rag.server.protocol import ENCODE, OPENAI
+from blockattn_rag.store import DirectoryStore
 from tests_vllm.reference import Reference
 from tests_vllm.server import CHATS, COMPLETIONS, KEY, NAME, Server, serving
 
@@ -185,6 +186,22 @@ def test_schemas_constrain_answers(reference: Reference, server: Server, stream:
             text = calls[0]["function"]["arguments"] if calls else message["content"]
         assert bool(calls) == ("tools" in more)
         assert [*json.loads(text)] == ["metres"]
+
+
+def test_tenants_share_nothing_and_other_text_is_not_stored(
+    reference: Reference, server: Server
+) -> None:
+    store = DirectoryStore(reference.folder / "openai")
+    before, body = {*store.keys()}, asked(reference, 16)
+    misses = []
+    for tenant in ("a", "b", "a"):
+        answer = answered(server, body, **{"x-tenant-id": tenant})
+        misses.append(answer["blockattn"]["misses"])
+        cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert (cached == 0) == (misses[-1] > 0)
+    passages = len(body["documents"])
+    assert misses == [passages + 1, passages + 1, 0]
+    assert len({*store.keys()} - before) == 2 * passages, "expected only passages to be stored"
 
 
 def recognized(server: Server, body: dict[str, Any], hits: int, **headers: str) -> dict[str, Any]:

@@ -388,4 +388,6 @@ class BlockAttentionEngine:
 
     def _resolved(self, given: RecipeLike) -> Recipe:
         recipe = self._resolve(given)
-        return replace(recipe, positions=self._positions) if self._positions else recipe
+        if self._positions is None:
+            return recipe
+        return replace(recipe, positions=self._positions)

@@ -172,9 +172,12 @@ class BlockFetcher:
     ) -> list[BlockSpec]:
         """Compute the token ids and store keys of blocks. The first block of a prompt has the BOS
         token, and is encoded without sink and adapter."""
-        starts = [self._spec(block, True, NO_SINK, None) for block in blocks[:as_prompt]]
-        others = blocks[as_prompt:]
-        return starts + [self._spec(block, False, recipe.sink, recipe.adapter) for block in others]
+        specs = []
+        for index, block in enumerate(blocks):
+            first = as_prompt and index == 0
+            encoding = (NO_SINK, None) if first else (recipe.sink, recipe.adapter)
+            specs.append(self._spec(block, first, *encoding))
+        return specs
 
     def contains(self, block: Block, *, first: bool = False, recipe: Recipe = PLAIN) -> bool:
         """Whether the store has an entry for a block. Its contents are not checked."""
@@ -207,9 +210,10 @@ class BlockFetcher:
                 f"on_miss='error'; the first is {passages[0].block.text[:60]!r}. Encode them "
                 "first (engine.encode), or use on_miss='compute'."
             )
-        for spec, kv in chain.from_iterable(self.encode(missing) if missing else ()):
-            self._keep(kv, spec.keep)
-            blocks[spec.name] = kv
+        if missing:
+            for spec, kv in chain.from_iterable(self.encode(missing)):
+                self._keep(kv, spec.keep)
+                blocks[spec.name] = kv
         # A text without tokens has no KV, so it is neither a hit nor a miss.
         used = [spec for spec in context if spec.ids]
         computed = {spec.name for spec in missing}

@@ -212,8 +212,8 @@ class ServerClient:
             head, context = f"{CHAT.system}\n\n{CHAT.before}", "".join(map(wrap, passages))
             options["prompt"] = f"{head}{context}{CHAT.after.format(question=question)}"
             return cast(Iterable[Any], self.openai.completions.create(extra_body=extra, **options))
-        extra |= {"documents": [{"text": text} for text in passages]}
-        extra |= {"chat_template_kwargs": variables}
+        extra["documents"] = [{"text": text} for text in passages]
+        extra["chat_template_kwargs"] = variables
         options["messages"] = [{"role": "user", "content": question}]
         return cast(Iterable[Any], self.openai.chat.completions.create(extra_body=extra, **options))
 

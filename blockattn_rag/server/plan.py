@@ -100,6 +100,11 @@ class BlockPlan:
     def signature(self, secret: str) -> str:
         return code(json.dumps([PROTOCOL_VERSION, *dataclasses.asdict(self).values()]), secret)
 
+    def is_signed(self, mac: object, secret: str) -> bool:
+        """Whether ``mac``, which clients may forge, is this plan's signature with ``secret``."""
+        is_text = isinstance(mac, str) and mac.isascii()
+        return is_text and hmac.compare_digest(str(mac), self.signature(secret))
+
 
 def parse_plan(
     kv_transfer_params: Mapping[str, Any] | None,
@@ -130,7 +135,7 @@ def parse_plan(
             raise ProtocolError(_UNSIGNED)
         fields["namespace"] = namespace
     plan = parse(BlockPlan, fields, FIELD)
-    if secret is not None and not hmac.compare_digest(ascii(mac), ascii(plan.signature(secret))):
+    if secret is not None and not plan.is_signed(mac, secret):
         raise ProtocolError(_UNSIGNED)
     if plan.op == "encode" and len(plan.lengths) != 1:
         raise ProtocolError(

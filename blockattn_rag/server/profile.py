@@ -114,7 +114,7 @@ def profile_of(model: AnyModel, recipe: Recipe | None = None) -> ModelProfile:
             "block mode supports in process, but not on a server"
         )
     kinds = {kind for _, _, kind in attention.token_outline}
-    if len(kinds) > 1 or not kinds <= {*DTYPES.values()}:
+    if len(kinds) != 1 or not kinds <= {*DTYPES.values()}:
         raise UnsupportedModelError(
             f"{model.name} has keys and values of dtype {', '.join(sorted(map(str, kinds)))}, "
             f"expected one of {', '.join(DTYPES)}; load the model with one of these dtypes"

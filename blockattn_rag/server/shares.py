@@ -50,10 +50,11 @@ class Share:
         return f"{found}-heads-{self.heads[0].start}-{self.heads[0].stop}"
 
     def token_outline(self, profile: ModelProfile) -> tuple[tuple[int, int, torch.dtype], ...]:
+        """``BlockKV.token_outline`` of this share: its keys by layer, then its values."""
         own = [profile.layers[layer] for layer in self.layers]
-        sizes = *(layer.key_size for layer in own), *(layer.value_size for layer in own)
-        heads = (len(heads) for heads in self.heads * 2)
-        return tuple((count, size, profile.dtype) for count, size in zip(heads, sizes, strict=True))
+        shapes = [*zip(self.heads, (layer.key_size for layer in own), strict=True)]
+        shapes += zip(self.heads, (layer.value_size for layer in own), strict=True)
+        return tuple((len(heads), size, profile.dtype) for heads, size in shapes)
 
     def cut(self, kv: BlockKV) -> BlockKV:
         return kv.with_tensors(

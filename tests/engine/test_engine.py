@@ -97,6 +97,9 @@ def test_positions_override_those_of_the_recipe(model: BlockModel) -> None:
     plain = BlockAttentionEngine(model).generate([A, B, Q], max_new_tokens=NEW).token_ids
     assert plain == oracle(model, [A, B, Q]) != composite
     assert engine.recipe == Recipe(positions="composite")
+    unknown: Any = ""
+    with pytest.raises(ValueError, match="Invalid positions ''"):
+        BlockAttentionEngine(model, positions=unknown)
 
 
 def test_unknown_settings_are_refused(engine: BlockAttentionEngine) -> None:

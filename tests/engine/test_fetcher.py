@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
 from blockattn_rag.engine.fetcher import BlockFetcher
 from blockattn_rag.errors import MissError, StoreError
+from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.model import BlockModel
 from blockattn_rag.prompts.blocks import Block, BlockTemplate, Origin, Span
 from blockattn_rag.store import DirectoryStore
@@ -91,21 +91,27 @@ def test_a_text_without_tokens_is_neither_counted_nor_stored(
 
 @pytest.mark.parametrize(
     "change",
-    [{"digest": "0" * 64}, {"fingerprint": "0" * 64}, {"token_ids": torch.zeros(14).long()}, None],
-    ids=["another block", "another model", "other tokens", "damaged"],
+    [
+        lambda kv: replace(kv, digest="0" * 64),
+        lambda kv: replace(kv, fingerprint="0" * 64),
+        lambda kv: replace(kv, token_ids=kv.token_ids.flip(0)),
+        lambda kv: replace(kv, keys=kv.keys[1:], values=kv.values[1:]),
+        None,
+    ],
+    ids=["another block", "another model", "other tokens", "fewer layers", "damaged"],
 )
 def test_a_bad_entry_is_a_miss_with_a_warning_and_is_overwritten(
     fetcher: BlockFetcher,
     store: FaultyStore,
     caplog: pytest.LogCaptureFixture,
-    change: dict[str, Any] | None,
+    change: Callable[[BlockKV], BlockKV] | None,
 ) -> None:
     """The entry is damaged, or is another block."""
     (good,) = fetch(fetcher, [A]).blocks
     if change is None:
         store.corrupt.update(store.keys())
     else:
-        store.swapped = replace(good, **change)
+        store.swapped = change(good)
     with caplog.at_level(logging.WARNING, "blockattn_rag"):
         found = fetch(fetcher, [A])
     assert (found.hits, found.misses) == (0, 1)

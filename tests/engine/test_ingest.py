@@ -11,7 +11,7 @@ import pytest
 
 from blockattn_rag.engine.fetcher import BlockFetcher, BlockSpec
 from blockattn_rag.engine.ingest import precompute
-from blockattn_rag.errors import StoreError
+from blockattn_rag.errors import ContextOverflowError, StoreError
 from blockattn_rag.kv.block_kv import MOST_HANDLES, BlockKV
 from blockattn_rag.model import BlockModel
 from blockattn_rag.prompts.blocks import Block, BlockTemplate
@@ -63,6 +63,11 @@ def test_encodes_and_stores_batch_by_batch(fetcher: BlockFetcher, store: FaultyS
     blocks = [Block(f"passage {i}") for i in range(4)]
     precompute(fetcher, blocks, run=run, batch_tokens=1)
     assert entries == [0, 1, 2, 3, 4]  # the last step has nothing left to do
+
+
+def test_the_error_for_a_too_long_block_gives_advice(fetcher: BlockFetcher) -> None:
+    with pytest.raises(ContextOverflowError, match="split the passage into smaller chunks"):
+        ingest(fetcher, [Block("x" * 5000)])
 
 
 # Three blocks with equal tokens: text alone, and text with two different templates.

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
+from blockattn_rag.check.oracle import RecipeOracle
 from blockattn_rag.engine.engine import BlockAttentionEngine
 from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.errors import MissError
@@ -13,6 +16,7 @@ from blockattn_rag.model import BlockModel
 from blockattn_rag.model.probe import LOGITS
 from blockattn_rag.prompts.blocks import Block, BlockPrompt, Span
 from tests.engines import with_settings
+from tests.models import tiny_model, tiny_tokenizer
 
 HEAD = Block.of([Span("You answer.", "system")])
 BETWEEN = Block.of([Span("Between.", "conversation")])
@@ -79,6 +83,18 @@ def test_promoting_all_passages_equals_full_attention(
     prompt = BlockPrompt(context, Q)
     full = engine.answer_logits(prompt, [0], mode="full")
     assert error(engine.answer_logits(prompt, [0], recipe=promoting(3)), full) < EXACT
+
+
+@pytest.mark.parametrize("assembly", ["relay", "copy"])
+@pytest.mark.parametrize("count", [1, 2])
+def test_promotion_with_windows_equals_the_oracle(assembly: Any, count: int) -> None:
+    model = BlockModel(tiny_model("gemma3_text", sliding_window=16), tiny_tokenizer())
+    oracle = RecipeOracle(model, PROMPT, promoting(count))
+    engine = BlockAttentionEngine(model, recipe=promoting(count))
+    engine = with_settings(engine, assembly=assembly)
+    assert engine.generate(PROMPT, max_new_tokens=NEW).token_ids == oracle.generate(NEW)
+    assert error(engine.answer_logits(PROMPT, [0]), oracle.logits()) < EXACT
+    assert error(engine.answer_logits(PROMPT, [0], recipe="none"), oracle.logits()) > 100 * EXACT
 
 
 def test_promoted_passages_are_not_read_and_not_stored(engine: BlockAttentionEngine) -> None:

@@ -137,9 +137,10 @@ def test_huge_and_deeply_nested_json_is_refused(tmp_path: Path) -> None:
     os.truncate(folder / "recipe.json", 1 << 40)  # a sparse file of 1 TiB
     with pytest.raises(ValueError, match=r"recipe.json is damaged: found more than 16 MiB"):
         Recipe.load(folder)
-    (folder / "recipe.json").write_text('{"a": ' * 100_000)
-    with pytest.raises(ValueError, match=r"recipe.json is damaged: found no valid JSON"):
-        Recipe.load(folder)
+    for content in (b'{"a": ' * 100_000, b"\xff"):
+        (folder / "recipe.json").write_bytes(content)
+        with pytest.raises(ValueError, match=r"recipe.json is damaged: found no valid JSON"):
+            Recipe.load(folder)
 
 
 def test_a_huge_report_is_not_saved(tmp_path: Path) -> None:

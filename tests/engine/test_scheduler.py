@@ -171,6 +171,12 @@ def test_requests_that_cannot_share_a_batch_run_in_order(
     assert model.batches == [["a"], ["b"], ["c"]]
 
 
+def test_requests_with_incomparable_options_run_alone(scheduler: Scheduler, model: Model) -> None:
+    requests = [pending(model, text, bias=torch.ones(2)) for text in "ab"]
+    assert answered(scheduler, *requests) == ["a", "b"]
+    assert model.batches == [["a"], ["b"]]
+
+
 def test_jobs_run_in_order_with_requests(scheduler: Scheduler, model: Model) -> None:
     keep_busy(scheduler, model)
     job, last = Job(lambda: [*model.batches]), pending(model, "last")

@@ -51,9 +51,10 @@ def test_tier_folders_depend_on_the_model_and_the_share() -> None:
 
 
 def test_ranks_have_their_own_prefixes_in_a_cache() -> None:
-    config = ServingConfig.parse(GIVEN | {"cache": "redis://valkey:6379/0"})
-    shares = [Share.of(PROFILE, rank, 2) for rank in (0, 1)]
-    caches = [config.nearer_tiers(PROFILE, share)["cache"] for share in shares]
+    config = ServingConfig.parse(GIVEN | {"disk": "/nvme", "cache": "redis://valkey:6379/0"})
+    tiers = [config.nearer_tiers(PROFILE, Share.of(PROFILE, rank, 2)) for rank in (0, 1)]
+    assert [*tiers[0]] == ["memory", "disk", "cache"]
+    caches = [tier["cache"] for tier in tiers]
     assert [repr(one) for one in caches] == ["RedisStore('redis://valkey:6379/0')"] * 2
     assert len({one._prefix for one in caches if isinstance(one, RedisStore)}) == 2
 

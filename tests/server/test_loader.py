@@ -230,11 +230,21 @@ def other_shape(kv: BlockKV) -> BlockKV:
     return Share.of(PROFILE, 0, 2).cut(kv)
 
 
+def other_dtype(kv: BlockKV) -> BlockKV:
+    return kv.with_tensors([[t.half() for t in kv.tensors(layer)] for layer in range(2)])
+
+
+def other_digest(kv: BlockKV) -> BlockKV:
+    return replace(kv, digest="0" * 64)
+
+
 @pytest.mark.parametrize(
     ("changed", "why"),
     [
         (other_tokens, "keys and values of other tokens"),
         (other_shape, "this model's shape or dtype"),
+        (other_dtype, "this model's shape or dtype"),
+        (other_digest, "contains another block"),
     ],
 )
 def test_blocks_of_other_models_or_shapes_are_refused(

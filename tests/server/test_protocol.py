@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator
+from functools import reduce
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from blockattn_rag.server.validation import read_json
 from tests.server.profiles import SERVER_INFO as INFO
 
 SECRET = "of this server alone"
+NESTED = reduce(lambda inner, _: [inner], range(100_000), [])
 
 
 def asked(**fields: Any) -> dict[str, Any]:
@@ -112,6 +114,7 @@ def test_parameters_of_other_connectors_contain_no_plan(params: Any) -> None:
         (asked(namespace="a"), "Only the server's own routes can create plans"),
         (asked(mac="0" * 64), "Only the server's own routes can create plans"),
         (asked(namespace="a", mac="é" * 64), "Only the server's own routes can create plans"),
+        (asked(namespace="a", mac=NESTED), "Only the server's own routes can create plans"),
         (asked(namespace="a", mac="0" * 64), "that the option tenant_secret_env names"),
         (asked(namespace="../a", mac="0" * 64), "A namespace consists of"),
     ],

@@ -230,6 +230,16 @@ def test_pickled_store_keeps_its_limit(tmp_path: Path) -> None:
     assert held(store) == [1, 2]
 
 
+def test_time_of_use_in_the_future_does_not_protect(tmp_path: Path) -> None:
+    store = on_disk(tmp_path, 2)
+    put(store, 0, 1)
+    grow_old(store)
+    years_ahead = 2 * 10**18
+    os.utime(store.entry_path(KEYS[1]), ns=(years_ahead, years_ahead))
+    put(store, 2)
+    assert held(store) == [0, 2]
+
+
 def test_temporary_files_are_not_evicted(tmp_path: Path) -> None:
     store = on_disk(tmp_path, 1)
     put(store, 0)

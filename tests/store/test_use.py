@@ -7,6 +7,7 @@ import os
 import stat
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -130,6 +131,19 @@ def test_late_touch_is_refused(store: DirectoryStore, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr("blockattn_rag.store.files.mark_used", delete_first)
     assert not store.touch(KEY)
+
+
+def test_touched_entry_survives_concurrent_discard(tmp_path: Path) -> None:
+    """An entry that was touched successfully still exists afterwards."""
+    store = DirectoryStore(tmp_path, fsync=False)
+    with ThreadPoolExecutor(1) as pool:
+        for _ in range(150):
+            store.put(KEY, KV)
+            discarded = pool.submit(store.discard, KEY, age(store, DAY_NS))
+            touched = store.touch(KEY)
+            discarded.result()
+            assert KEY in store or not touched
+    assert not list(store.leftovers())
 
 
 # File modes

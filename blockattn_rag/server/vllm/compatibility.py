@@ -26,6 +26,7 @@ from vllm.model_executor.model_loader.weight_utils import filter_files_not_neede
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
+    KVCacheSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
@@ -191,11 +192,13 @@ def _weights(engine: VllmConfig) -> Iterator[str]:
 
 
 def _cache(engine: VllmConfig, cache: KVCacheConfig, config: ServingConfig) -> Iterator[str]:
-    specs = [group.kv_cache_spec for group in cache.kv_cache_groups]
-    uniform = [spec for spec in specs if isinstance(spec, UniformTypeKVCacheSpecs)]
-    kinds = {type(spec) for spec in specs} - {UniformTypeKVCacheSpecs}
-    kinds |= {type(spec) for group in uniform for spec in group.kv_cache_specs.values()}
-    if others := {kind.__name__ for kind in kinds - {*_SPECS}}:
+    specs: list[KVCacheSpec] = []
+    for group in cache.kv_cache_groups:
+        if isinstance(group.kv_cache_spec, UniformTypeKVCacheSpecs):
+            specs += group.kv_cache_spec.kv_cache_specs.values()
+        else:
+            specs.append(group.kv_cache_spec)
+    if others := {type(spec).__name__ for spec in specs if type(spec) not in _SPECS}:
         yield (
             f"the cache has layers of {', '.join(sorted(others))}, expected "
             f"{', '.join(spec.__name__ for spec in _SPECS)}; use another model"

@@ -195,10 +195,12 @@ class BlockEnsurer:
             while not await self._asked(lambda block: block.key in self._home, block):
                 if asking.done() or time.monotonic() > began + _STORED_WITHIN_S:
                     why = f"not stored within {_STORED_WITHIN_S:g} s; see the server's log"
-                    self._why_unstored = f"not stored: {asking.result()}" if asking.done() else why
+                    if asking.done():
+                        why = f"not stored: {asking.result()}"
+                    self._why_unstored = why
                     self._storing.failed()
                     raise NotStoredError(
-                        f"A block of {len(block.ids)} tokens was encoded but {self._why_unstored} "
+                        f"A block of {len(block.ids)} tokens was encoded but {why} "
                         f"(request {request_id})"
                     )
                 await asyncio.sleep(pause)

@@ -120,7 +120,7 @@ class Recomputer:
             )
 
 
-@dataclass
+@dataclass(eq=False)
 class _Attention:
     """Replacement for a layer's attention backend (``AttentionImpl``)."""
 

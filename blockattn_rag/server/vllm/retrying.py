@@ -93,11 +93,11 @@ async def _checked(outputs: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, No
     try:
         async for output in outputs:
             report = (output.kv_transfer_params or {}).get(FIELD) or {}
-            if why := report.get(GRAMMAR_FAILURE):
+            if GRAMMAR_FAILURE in report:
                 raise GrammarError(
-                    f"The answer cannot be constrained by its grammar: {why}. The grammar is too "
-                    "large or too complex for this server; use fewer anyOf cases, tools or "
-                    "optional properties"
+                    "The answer cannot be constrained by its grammar: "
+                    f"{report[GRAMMAR_FAILURE]}. The grammar is too large or too complex for this "
+                    "server; use fewer anyOf cases, tools or optional properties"
                 )
             yield output
     finally:
