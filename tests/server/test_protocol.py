@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator
-from functools import reduce
 from typing import Any
 
 import pytest
@@ -26,7 +25,9 @@ from blockattn_rag.server.validation import read_json
 from tests.server.profiles import SERVER_INFO as INFO
 
 SECRET = "of this server alone"
-NESTED = reduce(lambda inner, _: [inner], range(100_000), [])
+NESTED: Any = []
+for _ in range(100_000):
+    NESTED = [NESTED]
 
 
 def asked(**fields: Any) -> dict[str, Any]:
