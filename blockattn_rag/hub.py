@@ -138,8 +138,7 @@ def _responds(hub: str) -> bool:
 
 @functools.lru_cache(maxsize=1)
 def _probed(hub: str, period: int) -> bool:  # noqa: ARG001 - part of the cache key
-    """Whether the hub responds. The result is cached, because one command may load several
-    models."""
+    """Whether the hub responds. Cached, because one command may load several models."""
     import httpx
     from huggingface_hub import get_session
 

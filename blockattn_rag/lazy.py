@@ -66,8 +66,7 @@ def missing_extra(package: str, extra: str) -> str:
 
 
 def _from_a_folder() -> bool:
-    """Whether this package runs from a repository or was installed from a file, not from a package
-    index."""
+    """Whether this package runs from a repository, or was installed from a file."""
     try:
         # pip writes this file for packages installed from a folder or a URL (PEP 610).
         return distribution("blockattn-rag").read_text("direct_url.json") is not None

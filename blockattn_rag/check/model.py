@@ -109,10 +109,7 @@ def _layout_row(model: BlockModel) -> CheckRow:
 
 
 def placed_context(
-    model: BlockModel,
-    blocks: list[list[int]],
-    sink: Sequence[int] = (),
-    recipe: Recipe = PLAIN,
+    model: BlockModel, blocks: list[list[int]], sink: Sequence[int] = (), recipe: Recipe = PLAIN
 ) -> Context:
     """Encode blocks of token ids, all except the first with ``sink`` and the recipe's adapter, and
     place them in order, with the recipe's positions."""
@@ -135,10 +132,7 @@ def _full_error(model: BlockModel, blocks: list[list[int]], context: Context) ->
 
 
 def _oracle_error(
-    model: BlockModel,
-    blocks: list[list[int]],
-    sink: Sequence[int] = (),
-    recipe: Recipe = PLAIN,
+    model: BlockModel, blocks: list[list[int]], sink: Sequence[int] = (), recipe: Recipe = PLAIN
 ) -> float:
     """Logits error after each token of the final block, compared with the oracle, with a recipe's
     adapter and positions. Promotion only moves passages into the final block."""

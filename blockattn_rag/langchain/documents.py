@@ -97,8 +97,7 @@ DocumentPromptField = Annotated[BlockDocumentPrompt, BeforeValidator(as_block_pr
 
 
 def format_blocks(
-    documents: Sequence[Document],
-    document_prompt: BasePromptTemplate[str] | None = None,
+    documents: Sequence[Document], document_prompt: BasePromptTemplate[str] | None = None
 ) -> str:
     """Format documents as one string of marked passages: ``retriever | format_blocks``.
 

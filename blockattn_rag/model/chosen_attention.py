@@ -103,8 +103,7 @@ class ChosenAttention:
     def _masked(
         self, start: int, first: int, inputs: AttentionInputs, window: int | None
     ) -> Tensor:
-        """Attention of the chunk at ``start`` to all keys from ``first`` to the last query's own
-        key."""
+        """Attention of the chunk at ``start`` to the keys from ``first`` to its last query's."""
         query, key, value, scale, _, cap, sinks = inputs
         places = self._places[start : start + query.shape[2], None]
         # Keys that all queries attend to need no mask.

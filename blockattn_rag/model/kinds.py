@@ -35,7 +35,7 @@ _WATCHED = "blockattn_watched"
 _FAR = 1 << 30
 _REFUSED = {
     "DynamicIndexedLayer": "sparse attention with an indexer, whose choice of tokens changes when "
-    "a block moves",
+    "a block moves"
 }
 
 

@@ -143,8 +143,7 @@ def profile_config(config: Any, dtype: torch.dtype) -> AttentionProfile:
 
 
 def _head_size(config: Any) -> int:
-    """Size of a key, or of the rotary key in latent attention. If layers differ, any layer's
-    size."""
+    """Size of any layer's keys, or of its rotary keys in latent attention."""
     fields = config.to_dict()  # Attributes that differ between layers cannot be read.
     size = fields.get("qk_rope_head_dim") or fields.get("head_dim")
     size = size or getattr(config, "head_dim", None)

@@ -176,8 +176,7 @@ def layer_windows(kinds: Sequence[LayerKind]) -> dict[int, int | None]:
 
 
 def _reads(kinds: Sequence[LayerKind], latents: Mapping[int, LatentMap]) -> dict[int, LayerReads]:
-    """Block tensors that each layer reads, for layers that attend to keys and values or known
-    latents."""
+    """Block tensors of each layer that attends to keys and values or to known latents."""
     places = {layer: place for place, layer in enumerate(storing(kinds))}
     reads = {}
     for index, kind in enumerate(kinds):

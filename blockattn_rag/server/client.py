@@ -52,12 +52,7 @@ class ServerClient:
     """
 
     def __init__(
-        self,
-        url: str,
-        api_key: str | None = None,
-        *,
-        timeout_s: float = 600.0,
-        retries: int = 2,
+        self, url: str, api_key: str | None = None, *, timeout_s: float = 600.0, retries: int = 2
     ) -> None:
         self.url = server_url(url)
         api_key = api_key or os.environ.get(API_KEY_VARIABLE) or "none"

@@ -99,8 +99,7 @@ class Race:
 
     def _stream(self, question: str, mode: Mode) -> Iterator[tuple[str, float, ReuseStats | None]]:
         """Yield the text so far, the seconds until the first token (or until now), and the
-        statistics, which are None until the answer is complete.
-        """
+        statistics. They are None until the answer is complete."""
         pieces: SimpleQueue[str] = SimpleQueue()
         closed = Event()
 

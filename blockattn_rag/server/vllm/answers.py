@@ -215,9 +215,7 @@ def _grammar(request: Any) -> dict[str, Any]:
 
 
 async def edited_events(
-    events: AsyncGenerator[str, None],
-    edit: Callable[[dict[str, Any]], None],
-    signs: Sequence[str],
+    events: AsyncGenerator[str, None], edit: Callable[[dict[str, Any]], None], signs: Sequence[str]
 ) -> AsyncGenerator[str, None]:
     """Apply ``edit`` to the JSON of all stream events that contain one of ``signs``."""
     try:
