@@ -139,9 +139,8 @@ def seen_attention(hf_model: PreTrainedModel) -> Iterator[dict[int, SeenAttentio
         module: Any, query: Any, key: Tensor, value: Any, attention_mask: Any, **kwargs: Any
     ) -> Any:
         sees = None
-        is_tensor = isinstance(attention_mask, Tensor)
-        place = attention_mask.untyped_storage().data_ptr() if is_tensor else None
-        for made, own, function in masks:
+        for made, own, function in masks if isinstance(attention_mask, Tensor) else ():
+            place = attention_mask.untyped_storage().data_ptr()
             if made.untyped_storage().data_ptr() == place:  # The mask is `made`, or a view of it.
                 attention_mask, sees = attention_mask if own is made else own, function
                 break
