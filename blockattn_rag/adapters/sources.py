@@ -1,4 +1,4 @@
-"""Where a component's model is: an engine in this process, or a server."""
+"""Model sources of framework components: an engine in this process, or a server."""
 
 from __future__ import annotations
 

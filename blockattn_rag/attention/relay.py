@@ -118,7 +118,7 @@ class RelayPlan:
         place, window, latent = self._layers[layer]
         folded, mask = fold_heads(query, tail_mask, tail_key.shape[1])
         asked = folded if latent is None else latent.queries(query)
-        # Latents and rotary keys are joined once for the question and its answer.
+        # Prefill uses the table for decoding, so latents and rotary keys are joined only once.
         table = self.table(tokens if latent is None else 1, window)
         groups = asked.shape[2] // tokens * (batch // table.num_requests)
         views = table.views(tail_key.shape[2] - tokens, tokens, groups)

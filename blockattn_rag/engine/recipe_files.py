@@ -156,8 +156,8 @@ def check_replaceable(folder: Path) -> None:
     path = folder / RECIPE_FILE
     if RECIPE_FILE in _own_names(folder) and not _is_recipe(path):
         raise ValueError(
-            f"{path} is not a recipe of this package: choose a new or empty folder, or move the "
-            "file away."
+            f"Cannot replace {path}: it is not a recipe of this package. Choose a new or empty "
+            "folder, or move the file away."
         )
 
 

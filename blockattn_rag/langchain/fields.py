@@ -36,7 +36,7 @@ class SourceFields(BaseModel):
         engine: An existing engine. Replaces the arguments for loading one.
         kv_store: KV store: a directory, an address such as ``"s3://bucket/kv"`` (see
             ``store.open_store``), or a store object. Default: 1 GiB in memory.
-        recipe: Recipe of block mode, for models that are not block-fine-tuned: ``"auto"``,
+        recipe: Recipe for block mode, for models that are not block-fine-tuned: ``"auto"``,
             ``"none"``, or a folder written by ``blockattn-rag repair``. ``"auto"`` uses the best
             known recipe, such as the one next to the store. Default: ``"auto"``.
         model_kwargs: Arguments for loading the model, such as ``dtype``, ``device`` or

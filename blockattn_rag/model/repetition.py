@@ -72,7 +72,8 @@ Decode = Callable[[Sequence[int]], str]
 """Function that decodes token ids to text."""
 
 
-@lru_cache(maxsize=4 * LONGEST_UNIT)  # The unit of a loop can start at any of its tokens.
+# A loop has up to LONGEST_UNIT texts, because its unit can start at any token.
+@lru_cache(maxsize=4 * LONGEST_UNIT)
 def is_prose(copies: str) -> bool:
     """Whether three copies of a unit consist mostly of sentences.
 

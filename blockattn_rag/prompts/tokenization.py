@@ -194,7 +194,7 @@ class _RustEncoder:
         ]
 
     def plain_ids(self, text: str, *, opens: bool) -> list[int]:
-        """Tokenize a text without recognizing added tokens. ``opens``: It starts the prompt."""
+        """Tokenize a text as plain text. ``opens``: Whether the text starts the prompt."""
         ids: list[int] = []
         pieces = [(text, self._opening if opens else self._inside)]
         while pieces:

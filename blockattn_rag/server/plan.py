@@ -34,8 +34,8 @@ from blockattn_rag.server.validation import (
 )
 
 _UNSIGNED = (
-    "Only the server's own routes can create plans and choose namespaces; they sign plans with the "
-    "secret in the environment variable that the option tenant_secret_env names"
+    "Only the server's own routes can create plans and choose namespaces: use /blockattn/openai, "
+    "which signs them with the secret that the option tenant_secret_env names"
 )
 
 

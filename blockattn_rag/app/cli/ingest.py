@@ -183,8 +183,8 @@ def ingest(
         f"{count(report.computed_tokens, 'token')} in {duration(report.encode_s)} "
         f"({report.tokens_per_s:.0f} tokens/s), {size(report.stored_bytes)} of keys and values "
         "stored" + (f"; {count(shared, 'passage')} of equal text share them" if shared else ""),
-        f"done in {duration(report.total_s)} with {database.manifest.model}; recipe of block mode: "
-        f"{database.recipe}",
+        f"done in {duration(report.total_s)} with {database.manifest.model}; recipe for block "
+        f"mode: {database.recipe}",
         f'Ask: blockattn-rag ask "..." --db {db}',
     )
     if failed:

@@ -30,7 +30,7 @@ MODEL_HELP = "Model name or folder. [bold]bundled[/bold] is the test model insid
 RecipeOption = Annotated[
     str | None,
     typer.Option(
-        help="Recipe of block mode: auto, settings such as none, fast or head+recompute:0.1, or a "
+        help="Recipe for block mode: auto, settings such as none, fast or head+recompute:0.1, or a "
         "recipe folder. Default: the database's, or auto."
     ),
 ]

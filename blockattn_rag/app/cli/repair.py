@@ -38,7 +38,8 @@ def repair(
         typer.Option(help=f"{MODEL_HELP} Default: the database's.", callback=existing_model),
     ] = None,
     passages: Annotated[
-        Path | None, typer.Option(help=f"Passages to fit to, instead of a database: {_LINE}")
+        Path | None,
+        typer.Option(help=f"Passages to fit to, without a database: {_LINE}"),
     ] = None,
     questions: Annotated[
         Path | None,

@@ -55,7 +55,7 @@ class Manifest:
     Args:
         model: Model that encodes passages. With a server: local name of its tokenizer.
         chunk_size: Maximum length of a passage in tokens.
-        recipe: Recipe of block mode: ``"auto"``, settings such as ``"fast"``, or a folder.
+        recipe: Recipe for block mode: ``"auto"``, settings such as ``"fast"``, or a folder.
             ``"auto"`` uses the database's folder ``recipe``, if it exists.
         stock: Settings that ``"auto"`` uses for a stock model without a recipe. They are fixed by
             the first ingestion, because the stored keys and values depend on them.

@@ -82,7 +82,7 @@ class _Body:
 
     @property
     def passages(self) -> list[str]:
-        """Texts of the passages, without altered passages."""
+        """Texts of the passages. Omits passages that do not match their markers."""
         return [span.text for span in self.spans if span.origin == "passage" and span.text.strip()]
 
     @property

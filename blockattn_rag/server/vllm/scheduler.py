@@ -290,7 +290,7 @@ class SchedulerSide:
         if reason is not None:
             raise ProtocolError(f"Block mode is not possible for op={plan.op!r}: {reason}")
         if plan.op == "encode":
-            # Check the tokens before the block.
+            # Check that the tokens before the block are the recipe's sink.
             block_keys(token_ids or (), plan, self._profile)
 
 

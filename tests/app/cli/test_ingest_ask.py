@@ -99,8 +99,8 @@ def test_ingest_changes_saved_settings_only_on_request(
     path.write_text(json.dumps(json.loads(path.read_text()) | {"stock": "head:2"}))
     command = ("ingest", documents, "--db", database)
     found = [cli(*command, *more).stdout for more in ((), ("--recipe", "auto"))]
-    assert "recipe of block mode: head:2" in found[0]
-    assert "recipe of block mode: head+recompute:0.1" in found[1]
+    assert "recipe for block mode: head:2" in found[0]
+    assert "recipe for block mode: head+recompute:0.1" in found[1]
     assert json.loads(path.read_text())["stock"] == "head+recompute:0.1"
 
 
