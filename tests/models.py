@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -65,6 +66,13 @@ def marked_tokenizer(marks: tuple[str, ...], *, special: bool) -> Any:
     added: Any = [AddedToken(mark, special=special, normalized=False) for mark in marks]
     tokenizer.add_tokens(added, special_tokens=special)
     return tokenizer
+
+
+def save_model(model: Any, folder: Path, **options: Any) -> Path:
+    """Save a model and ``tiny_tokenizer`` to a folder. Returns the folder."""
+    model.save_pretrained(folder, **options)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
 
 
 def tiny_model(family: str = "llama", *, seed: int = 0, **config: Any) -> PreTrainedModel:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -87,9 +88,7 @@ def check_attention(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("name", FLASH_PACKAGES)
-def test_the_fastest_kernel_is_called(
-    gpu: pytest.MonkeyPatch, name: str, dtype: torch.dtype
-) -> None:
+def test_the_fastest_kernel_is_used(gpu: pytest.MonkeyPatch, name: str, dtype: torch.dtype) -> None:
     timed = Timed(gpu, **{**dict.fromkeys(FLASH_PACKAGES, 0.5), name: 0.4})
     assert exact_kernels(CPU, dtype, SIZE).keys() == {PYTORCH, *FLASH_PACKAGES}
     fastest_flash(CPU, dtype, SIZE)
@@ -111,11 +110,8 @@ def test_pytorchs_kernel_is_used_unless_a_package_is_clearly_faster(
 
 def test_a_package_replaces_a_failing_pytorch_kernel(gpu: pytest.MonkeyPatch) -> None:
     timed = Timed(gpu, **{FA2: 2.0})
-
-    def missing(*_: Any) -> Any:
-        raise RuntimeError("no kernel image is available")
-
-    gpu.setattr(flash, "_by_pytorch", missing)
+    missing = RuntimeError("no kernel image is available")
+    gpu.setattr(flash, "_by_pytorch", Mock(side_effect=missing))
     check_attention(torch.bfloat16)
     assert timed.calls
 
@@ -186,9 +182,6 @@ def test_a_package_is_used_without_the_other_one_in_its_namespace(gpu: pytest.Mo
 
 
 def test_out_of_memory_is_raised(gpu: pytest.MonkeyPatch) -> None:
-    def full(*_: Any, **__: Any) -> Any:
-        raise torch.OutOfMemoryError
-
-    install_flash(gpu, FA2, full)
+    install_flash(gpu, FA2, Mock(side_effect=torch.OutOfMemoryError))
     with pytest.raises(torch.OutOfMemoryError):
         attend_causal(*states(torch.bfloat16), 0.25)

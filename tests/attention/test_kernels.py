@@ -238,9 +238,7 @@ def test_attention_without_keys_is_zero() -> None:
     assert (found.lse == -math.inf).all()
 
 
-def states(
-    *shape: int, dtype: torch.dtype = torch.float32, device: str | None = None
-) -> torch.Tensor:
+def states(*shape: int, dtype: torch.dtype = torch.float32, device: str | None = None) -> Tensor:
     return torch.empty(1, dtype=dtype, device=device).expand(*shape)  # allocates one element
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
-from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -183,25 +183,20 @@ def test_large_scores_and_fully_masked_rows_are_exact(spread: float, layout: Rot
 def test_one_float32_request_uses_one_softmax(monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = blocks_of([4, 3])
     half = [replace(kv, keys=(kv.keys[0].half(),), values=(kv.values[0].half(),)) for kv in blocks]
-    calls: list[object] = []
-
-    def counted(*args: Any) -> Tensor:
-        calls.append(args)
-        return single_softmax(*args)
-
-    monkeypatch.setattr(relay, "single_softmax", counted)
+    softmax = Mock(wraps=single_softmax)
+    monkeypatch.setattr(relay, "single_softmax", softmax)
 
     def takes_one(
         contexts: list[Context], rows: int = 1, tokens: int = 1, dtype: torch.dtype = torch.float32
     ) -> bool:
-        calls.clear()
+        softmax.reset_mock()
         query = torch.zeros(rows, HEADS, tokens, SIZE, dtype=dtype)
         states = torch.zeros(rows, KV_HEADS, tokens, SIZE, dtype=dtype)
         found = relay_plan(contexts, [LAYOUT]).attend(
             0, AttentionInputs(query, states, states, 0.25)
         )
         assert found.dtype == dtype
-        return bool(calls)
+        return softmax.called
 
     one = [place(blocks)]
     assert takes_one(one) == (torch.get_default_device().type == "cpu")

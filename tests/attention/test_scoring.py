@@ -15,14 +15,7 @@ from blockattn_rag.attention.segments import Segment, SegmentTable
 from blockattn_rag.kv.context import Context, Positions, place
 from blockattn_rag.kv.rope import shift_positions
 from tests.attention.test_kernels import KV_HEADS, SIZE, random
-from tests.attention.test_relay import (
-    HEADS,
-    LAYOUT,
-    ORDERS,
-    RELAY_BUDGET,
-    blocks_of,
-    inputs_of,
-)
+from tests.attention.test_relay import HEADS, LAYOUT, ORDERS, RELAY_BUDGET, blocks_of, inputs_of
 
 pytestmark = pytest.mark.usefixtures("device", "no_gradients")
 LENGTHS = [40, 1, 17, 60]
@@ -135,9 +128,7 @@ def test_a_long_tail_hides_blocks(tokens: int, orders: list[list[int]]) -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, 6])
-def test_blocks_that_a_long_tail_hides_are_not_read(
-    tokens: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_blocks_hidden_by_a_tail_are_not_read(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Segment, "states", None)  # raises if called
     assert error_of([[0, 1, 2, 3]], tokens, window=39, tail_tokens=45) <= 3 * RELAY_BUDGET
     with pytest.raises(TypeError):

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -43,9 +44,7 @@ def test_a_repeated_block_is_computed_once(fetcher: BlockFetcher) -> None:
     assert found.blocks[1] is found.blocks[2] is found.blocks[3]
 
 
-def test_the_first_block_with_bos_is_a_separate_entry(
-    fetcher: BlockFetcher, model: BlockModel
-) -> None:
+def test_the_block_after_bos_is_a_separate_entry(fetcher: BlockFetcher, model: BlockModel) -> None:
     found = fetch(fetcher, [A, A])
     assert found.misses == 2
     assert found.blocks[0].num_tokens == found.blocks[1].num_tokens + 1
@@ -106,7 +105,6 @@ def test_a_bad_entry_is_a_miss_with_a_warning_and_is_overwritten(
     caplog: pytest.LogCaptureFixture,
     change: Callable[[BlockKV], BlockKV] | None,
 ) -> None:
-    """The entry is damaged, or is another block."""
     (good,) = fetch(fetcher, [A]).blocks
     if change is None:
         store.corrupt.update(store.keys())
@@ -185,10 +183,8 @@ def test_private_blocks_are_not_stored_after_a_failed_read(
     caplog: pytest.LogCaptureFixture,
     origin: Origin,
 ) -> None:
-    def fail(_store: DirectoryStore, _key: str) -> None:
-        raise StoreError("cannot read: the server is down")
-
-    monkeypatch.setattr(DirectoryStore, "get", fail)
+    error = StoreError("cannot read: the server is down")
+    monkeypatch.setattr(DirectoryStore, "get", Mock(side_effect=error))
     with caplog.at_level(logging.WARNING, "blockattn_rag"):
         assert fetch(on_disk, [of(origin), A]).misses == 2
     assert "recomputed and the store is tried again next time" in caplog.text

@@ -115,9 +115,7 @@ def test_a_shared_entry_is_kept_while_any_text_is_live(
     assert collected(home, [A]) == []
 
 
-def test_an_entry_of_too_many_texts_is_only_deleted_by_age(
-    model: BlockModel, tmp_path: Path
-) -> None:
+def test_entries_of_many_texts_are_only_deleted_by_age(model: BlockModel, tmp_path: Path) -> None:
     store = DirectoryStore(tmp_path / "kv")
     text = "a text of many letters"
     blocks = [Block(text[cut:], BlockTemplate(text[:cut])) for cut in range(MOST_HANDLES + 1)]

@@ -103,9 +103,7 @@ def test_beams_over_one_block_equal_full_mode(kind: str) -> None:
 
 @kinds
 @pytest.mark.parametrize("kv_dtype", ["model", "int8"])
-def test_hits_on_disk_and_misses_give_the_same_answer(
-    kind: str, kv_dtype: Any, tmp_path: Path
-) -> None:
+def test_disk_hits_and_misses_give_equal_answers(kind: str, kv_dtype: Any, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"kv_dtype": kv_dtype, "resident_bytes": 0}
     texts = [HEAD, A, B, ONE]
     engine = engine_of(kind, DirectoryStore(tmp_path), **settings)
@@ -170,9 +168,7 @@ def test_recomputing_all_passages_gives_full_modes_answers(kind: str, assembly: 
 
 
 @pytest.mark.parametrize("kind", RECOMPUTING)
-def test_auto_recomputes_tokens_of_stock_models(
-    kind: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_auto_recomputes_for_stock_models(kind: str, caplog: pytest.LogCaptureFixture) -> None:
     model = new_model(kind)
     assert BlockAttentionEngine(model, recipe="auto").recipe == Recipe("head", recompute=0.1)
     assert "uses 'head+recompute:0.1', which recomputes 10 %" in caplog.text
@@ -183,9 +179,7 @@ def test_stock_hybrid_models_promote_one_passage() -> None:
     assert engine_of("latent", recipe="auto").recipe == Recipe("head:4")
 
 
-def test_head_states_are_computed_once_and_their_number_is_limited(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_head_states_are_computed_once_and_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     model = new_model("state")
     heads, computed = model._head_states, []
     original = heads._computed

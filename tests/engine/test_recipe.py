@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -70,8 +71,8 @@ def test_recipes_are_compared_by_what_affects_answers(model: BlockModel) -> None
 
 def test_a_recipe_without_recomputation_keeps_its_digest() -> None:
     # Computed by the last version without recomputation.
-    expected = "a98d6109132d0dc8b945f3853fdaf995479d375de3195828384c79203724be16"
-    assert Recipe("bos").digest == expected
+    digest = "a98d6109132d0dc8b945f3853fdaf995479d375de3195828384c79203724be16"
+    assert Recipe("bos").digest == digest
 
 
 @pytest.mark.parametrize("kind", [Recipe, RecipeOutline])
@@ -258,18 +259,12 @@ def test_a_recipe_is_loaded_once_per_batch(
     model: BlockModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe_of(model).save(tmp_path / "recipe")
-    read: list[Path] = []
-    load = Recipe.load
-
-    def noting(folder: Path) -> Recipe:
-        read.append(folder)
-        return load(folder)
-
-    monkeypatch.setattr(Recipe, "load", noting)
+    load = Mock(wraps=Recipe.load)
+    monkeypatch.setattr(Recipe, "load", load)
     engine, prompts = BlockAttentionEngine(model), [["Halden is tall.", "a", "b"]] * 3
     answers = engine.generate_batch(prompts, recipe=tmp_path / "recipe", max_new_tokens=1)
     assert {one.stats.recipe for one in answers} == {str(recipe_of(model))}
-    assert read == [tmp_path / "recipe"]
+    load.assert_called_once_with(tmp_path / "recipe")
 
 
 def test_an_explicit_recipe_is_used(model: BlockModel, tmp_path: Path) -> None:
@@ -337,9 +332,7 @@ def test_auto_refuses_a_damaged_recipe(model: BlockModel, tmp_path: Path) -> Non
         resolve_recipe("auto", model, open_store("memory:"), tmp_path)
 
 
-def test_the_stock_model_warning_names_cost_gain_and_remedy(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_the_stock_model_warning_names_cost_and_remedy(caplog: pytest.LogCaptureFixture) -> None:
     plain = BlockModel(tiny_model("qwen2"), tiny_tokenizer(), name="plain")
     for _ in range(2):  # logs once
         assert resolve_recipe("auto", plain, open_store("memory:")) == Recipe.of_text(STOCK)

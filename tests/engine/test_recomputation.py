@@ -36,9 +36,7 @@ def answer(engine: BlockAttentionEngine, context: Sequence[Block], share: float)
 
 
 @pytest.mark.parametrize("stored", [0, 1, 2])
-def test_tokens_of_missing_passages_are_counted_once(
-    engine: BlockAttentionEngine, stored: int
-) -> None:
+def test_tokens_of_misses_are_counted_once(engine: BlockAttentionEngine, stored: int) -> None:
     lengths = [len(block.text) for block in PASSAGES]
     prompt = [SYSTEM, *PASSAGES]
     engine.generate(BlockPrompt((SYSTEM,), QUESTION), max_new_tokens=1)  # keeps SYSTEM in memory
@@ -51,7 +49,7 @@ def test_tokens_of_missing_passages_are_counted_once(
     assert stats.computed_tokens == sum(lengths) + len(QUESTION)
 
 
-def test_recomputed_tokens_of_missing_passages_are_not_counted_twice(
+def test_recomputed_tokens_of_misses_are_not_counted_twice(
     engine: BlockAttentionEngine,
 ) -> None:
     (found, missing), prompt = PASSAGES, [SYSTEM, *PASSAGES, PASSAGES[1]]

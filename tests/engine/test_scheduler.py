@@ -10,6 +10,7 @@ from contextlib import aclosing
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -29,6 +30,7 @@ class Model:
     """Model that answers with the text of the prompt, once ``gate`` is set."""
 
     def __init__(self) -> None:
+        self.scheduler = Scheduler()
         self.batches: list[list[str]] = []
         self.gate = threading.Event()
         self.gate.set()
@@ -63,11 +65,6 @@ def model() -> Iterator[Model]:
     model.gate.set()
 
 
-@pytest.fixture
-def scheduler() -> Scheduler:
-    return Scheduler()
-
-
 def pending(
     model: Model, text: str | Callable[[], BlockPrompt], *, group: Group | None = None,
     max_batch: int = MAX_BATCH, **options: Any,
@@ -77,36 +74,32 @@ def pending(
     return PendingRequest(prompt, parsed, model, max_batch=max_batch, group=group)
 
 
-async def ask(scheduler: Scheduler, model: Model, text: Any, **options: Any) -> str:
+async def ask(model: Model, text: Any, **options: Any) -> str:
     request = pending(model, text, **options)
-    scheduler.submit_in_turn(request)
+    model.scheduler.submit_in_turn(request)
     return (await request.wait()).text
 
 
-def streamed(
-    scheduler: Scheduler, request: PendingRequest
-) -> Generator[GenerationChunk, None, None]:
-    return request.chunks(partial(scheduler.submit, request))
+def streamed(model: Model, request: PendingRequest) -> Generator[GenerationChunk, None, None]:
+    return request.chunks(partial(model.scheduler.submit, request))
 
 
-def astreamed(
-    scheduler: Scheduler, request: PendingRequest
-) -> AsyncGenerator[GenerationChunk, None]:
-    return request.achunks(partial(scheduler.submit_in_turn, request))
+def astreamed(model: Model, request: PendingRequest) -> AsyncGenerator[GenerationChunk, None]:
+    return request.achunks(partial(model.scheduler.submit_in_turn, request))
 
 
-def keep_busy(scheduler: Scheduler, model: Model) -> PendingRequest:
+def keep_busy(model: Model) -> PendingRequest:
     """Occupy the model with a request until ``model.gate`` is set."""
     model.gate.clear()
     first = pending(model, "first")
-    scheduler.submit(first)
+    model.scheduler.submit(first)
     model.wait_until_started()
     return first
 
 
-def answered(scheduler: Scheduler, *requests: PendingRequest) -> list[str]:
+def answered(model: Model, *requests: PendingRequest) -> list[str]:
     """Submit requests together, and return the texts of their answers."""
-    scheduler.submit(*requests)
+    model.scheduler.submit(*requests)
     return [one.result(LONGEST_S).text for one in requests]
 
 
@@ -117,77 +110,69 @@ async def started(model: Model) -> None:
 # -- batches ---------------------------------------------------------------------------------------
 
 
-async def test_calls_of_one_loop_iteration_share_a_batch(
-    scheduler: Scheduler, model: Model
-) -> None:
+async def test_calls_of_one_loop_iteration_share_a_batch(model: Model) -> None:
     texts = [f"question {n}" for n in range(MAX_BATCH)]
-    assert await asyncio.gather(*(ask(scheduler, model, text) for text in texts)) == texts
+    assert await asyncio.gather(*(ask(model, text) for text in texts)) == texts
     assert model.batches == [texts]
 
 
-async def test_a_single_call_does_not_wait_for_others(scheduler: Scheduler, model: Model) -> None:
-    assert await ask(scheduler, model, "alone") == "alone"
-    assert await ask(scheduler, model, "again") == "again"
+async def test_a_single_call_does_not_wait_for_others(model: Model) -> None:
+    assert await ask(model, "alone") == "alone"
+    assert await ask(model, "again") == "again"
     assert model.batches == [["alone"], ["again"]]
 
 
-def test_requests_that_arrive_while_the_model_is_busy_share_a_batch(
-    scheduler: Scheduler, model: Model
-) -> None:
-    first = keep_busy(scheduler, model)
+def test_requests_that_arrive_while_the_model_is_busy_share_a_batch(model: Model) -> None:
+    first = keep_busy(model)
     others = [pending(model, text) for text in "abc"]
     for one in others:
-        scheduler.submit(one)
+        model.scheduler.submit(one)
     model.gate.set()
     assert [one.result(LONGEST_S).text for one in (first, *others)] == ["first", "a", "b", "c"]
     assert model.batches == [["first"], ["a", "b", "c"]]
 
 
-def test_requests_beyond_the_batch_size_run_in_further_batches(
-    scheduler: Scheduler, model: Model
-) -> None:
+def test_requests_beyond_the_batch_size_run_in_further_batches(model: Model) -> None:
     requests = [pending(model, str(n), max_batch=4) for n in range(10)]
-    assert answered(scheduler, *requests) == [str(n) for n in range(10)]
+    assert answered(model, *requests) == [str(n) for n in range(10)]
     assert [len(batch) for batch in model.batches] == [4, 4, 2]
 
 
-def test_only_requests_with_equal_options_share_a_batch(scheduler: Scheduler, model: Model) -> None:
+def test_only_requests_with_equal_options_share_a_batch(model: Model) -> None:
     other = Model()
     requests = [
         pending(model, "a", top_k=1), pending(model, "b", top_k=2), pending(other, "c", top_k=1),
         pending(model, "d", top_k=1),
     ]  # fmt: skip
-    assert answered(scheduler, *requests) == ["a", "b", "c", "d"]
+    assert answered(model, *requests) == ["a", "b", "c", "d"]
     assert model.batches == [["a", "d"], ["b"]]
     assert other.batches == [["c"]]
 
 
-def test_requests_that_cannot_share_a_batch_run_in_order(
-    scheduler: Scheduler, model: Model
-) -> None:
+def test_requests_that_cannot_share_a_batch_run_in_order(model: Model) -> None:
     model.shares = False
     requests = [pending(model, "a"), pending(model, "b", top_k=1), pending(model, "c")]
-    assert answered(scheduler, *requests) == ["a", "b", "c"]
+    assert answered(model, *requests) == ["a", "b", "c"]
     assert model.batches == [["a"], ["b"], ["c"]]
 
 
-def test_requests_with_incomparable_options_run_alone(scheduler: Scheduler, model: Model) -> None:
+def test_requests_with_incomparable_options_run_alone(model: Model) -> None:
     requests = [pending(model, text, bias=torch.ones(2)) for text in "ab"]
-    assert answered(scheduler, *requests) == ["a", "b"]
+    assert answered(model, *requests) == ["a", "b"]
     assert model.batches == [["a"], ["b"]]
 
 
-def test_jobs_run_in_order_with_requests(scheduler: Scheduler, model: Model) -> None:
-    keep_busy(scheduler, model)
+def test_jobs_run_in_order_with_requests(model: Model) -> None:
+    keep_busy(model)
     job, last = Job(lambda: [*model.batches]), pending(model, "last")
-    scheduler.submit(job)
-    scheduler.submit(last)
+    model.scheduler.submit(job)
+    model.scheduler.submit(last)
     model.gate.set()
     assert last.result(LONGEST_S).text == "last"
     assert job.result(LONGEST_S) == [["first"]]  # ran between the two
 
 
-def test_a_group_waits_for_all_its_running_calls(scheduler: Scheduler, model: Model) -> None:
+def test_a_group_waits_for_all_its_running_calls(model: Model) -> None:
     options: dict[str, Any] = {"top_k": 1}
     group = Group(options, calls=3, at_once=3)
     submitted = threading.Barrier(3, timeout=LONGEST_S)
@@ -200,24 +185,24 @@ def test_a_group_waits_for_all_its_running_calls(scheduler: Scheduler, model: Mo
             assert joined is group
             assert Group.of_this_call({}) is None  # a nested call with other options
             request = pending(model, text, group=joined, **options)
-            scheduler.submit(request)
+            model.scheduler.submit(request)
             submitted.wait()
             return request.result(LONGEST_S).text
 
     with ThreadPoolExecutor(2) as pool:
         calls = [pool.submit(call, text) for text in "ab"]
         submitted.wait()
-        assert answered(scheduler, pending(model, "c")) == ["c"]  # does not wait for the group
+        assert answered(model, pending(model, "c")) == ["c"]  # does not wait for the group
         assert model.batches == [["c"]]
         assert call(None) is None
         assert [call.result(LONGEST_S) for call in calls] == ["a", "b"]
     assert sorted(model.batches[1]) == ["a", "b"]
 
 
-def test_a_closed_group_no_longer_waits(scheduler: Scheduler, model: Model) -> None:
+def test_a_closed_group_no_longer_waits(model: Model) -> None:
     group = Group(None, calls=3, at_once=3)
     first = pending(model, "a", group=group)
-    scheduler.submit(first)
+    model.scheduler.submit(first)
     group.dissolve()
     assert first.result(LONGEST_S).text == "a"
 
@@ -225,78 +210,69 @@ def test_a_closed_group_no_longer_waits(scheduler: Scheduler, model: Model) -> N
 # -- errors ----------------------------------------------------------------------------------------
 
 
-def test_a_batch_error_is_raised_by_its_unfinished_requests(
-    scheduler: Scheduler, model: Model
-) -> None:
+def test_a_batch_error_is_raised_by_its_unfinished_requests(model: Model) -> None:
     good, bad, behind = requests = [pending(model, text) for text in ("good", "bad", "behind")]
-    scheduler.submit(*requests)
+    model.scheduler.submit(*requests)
     assert good.result(LONGEST_S).text == "good"
     for one in (bad, behind):
         with pytest.raises(ValueError, match="a bad prompt"):
             one.result(LONGEST_S)
 
 
-async def test_a_prompt_error_is_raised_by_its_call(scheduler: Scheduler, model: Model) -> None:
-    def fail() -> BlockPrompt:
-        raise KeyError("no tokenizer")
-
+async def test_a_prompt_error_is_raised_by_its_call(model: Model) -> None:
     with pytest.raises(KeyError):
-        await ask(scheduler, model, fail)
-    assert await ask(scheduler, model, "next") == "next"
+        await ask(model, Mock(side_effect=KeyError("no tokenizer")))
+    assert await ask(model, "next") == "next"
 
 
-async def test_a_stop_iteration_error_is_wrapped(scheduler: Scheduler, model: Model) -> None:
+async def test_a_stop_iteration_error_is_wrapped(model: Model) -> None:
     with pytest.raises(RuntimeError, match="raised StopIteration"):
-        await asyncio.wait_for(ask(scheduler, model, lambda: next(iter(()))), LONGEST_S)
+        await asyncio.wait_for(ask(model, lambda: next(iter(()))), LONGEST_S)
 
 
 async def test_a_failed_thread_start_raises_and_the_next_call_retries(
-    scheduler: Scheduler, model: Model, monkeypatch: pytest.MonkeyPatch
+    model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*_: object) -> None:
-        raise RuntimeError("can't start new thread")
-
+    error = RuntimeError("can't start new thread")
     with monkeypatch.context() as patched:
-        patched.setattr(threading.Thread, "start", refuse)
+        patched.setattr(threading.Thread, "start", Mock(side_effect=error))
         with pytest.raises(RuntimeError, match="can't start new thread"):
-            await asyncio.wait_for(ask(scheduler, model, "first"), LONGEST_S)
-    assert await asyncio.wait_for(ask(scheduler, model, "next"), LONGEST_S) == "next"
+            await asyncio.wait_for(ask(model, "first"), LONGEST_S)
+    assert await asyncio.wait_for(ask(model, "next"), LONGEST_S) == "next"
 
 
 # -- cancellation ----------------------------------------------------------------------------------
 
 
-def test_an_error_while_batching_does_not_affect_other_requests(
-    scheduler: Scheduler, model: Model
-) -> None:
-    first = keep_busy(scheduler, model)
+def test_an_error_while_batching_does_not_affect_other_requests(model: Model) -> None:
+    first = keep_busy(model)
     requests = [pending(model, text) for text in ("bad size", "good")]
     requests[0].max_batch = 4.5  # type: ignore[assignment]  # no slice has such an end
-    scheduler.submit(*requests)
+    model.scheduler.submit(*requests)
     model.gate.set()
     with pytest.raises(TypeError, match="slice"):
         requests[0].result(LONGEST_S)
     assert [one.result(LONGEST_S).text for one in (first, requests[1])] == ["first", "good"]
 
 
-def test_a_caller_that_times_out_leaves(scheduler: Scheduler, model: Model) -> None:
+def test_a_caller_that_times_out_leaves(model: Model) -> None:
     model.gate.clear()
     first, waiting = pending(model, "first"), pending(model, "waiting", top_k=1)
-    scheduler.submit(first, waiting)
+    model.scheduler.submit(first, waiting)
     model.wait_until_started()
     for one in (first, waiting):
         with pytest.raises(TimeoutError):
             one.result(timeout=0.001)
         assert one.left
     model.gate.set()
-    assert answered(scheduler, pending(model, "last")) == ["last"]
+    assert answered(model, pending(model, "last")) == ["last"]
     assert model.batches == [["first"], ["last"]]
     assert model.left == [[True], [False]]
 
 
-async def test_cancelling_does_not_affect_other_answers(scheduler: Scheduler, model: Model) -> None:
+async def test_cancelling_does_not_affect_other_answers(model: Model) -> None:
     model.gate.clear()
-    calls = [asyncio.create_task(ask(scheduler, model, text)) for text in "ab"]
+    calls = [asyncio.create_task(ask(model, text)) for text in "ab"]
     await started(model)
     calls[0].cancel()
     await asyncio.wait(calls[:1])
@@ -306,13 +282,11 @@ async def test_cancelling_does_not_affect_other_answers(scheduler: Scheduler, mo
     assert model.left == [[True, False]]
 
 
-async def test_a_call_cancelled_while_waiting_never_runs(
-    scheduler: Scheduler, model: Model
-) -> None:
+async def test_a_call_cancelled_while_waiting_never_runs(model: Model) -> None:
     model.gate.clear()
-    first = asyncio.create_task(ask(scheduler, model, "first"))
+    first = asyncio.create_task(ask(model, "first"))
     await started(model)
-    waiting = [asyncio.create_task(ask(scheduler, model, text)) for text in ("left", "stays")]
+    waiting = [asyncio.create_task(ask(model, text)) for text in ("left", "stays")]
     await asyncio.sleep(0)  # submitted in the next iteration of the loop
     waiting[0].cancel()
     await asyncio.wait(waiting[:1])
@@ -322,34 +296,34 @@ async def test_a_call_cancelled_while_waiting_never_runs(
     assert model.batches == [["first"], ["stays"]]
 
 
-def test_closing_a_stream_leaves_the_batch(scheduler: Scheduler, model: Model) -> None:
-    chunks = list(streamed(scheduler, pending(model, "abc")))
+def test_closing_a_stream_leaves_the_batch(model: Model) -> None:
+    chunks = list(streamed(model, pending(model, "abc")))
     assert [chunk.text for chunk in chunks] == ["a", "b", "c", ""]
     assert chunks[-1].generation is not None
     request = pending(model, "abc")
-    stream = streamed(scheduler, request)
+    stream = streamed(model, request)
     next(stream)
     stream.close()
     assert request.left
     with pytest.raises(ValueError, match="a bad prompt"):
-        list(streamed(scheduler, pending(model, "bad")))
+        list(streamed(model, pending(model, "bad")))
 
 
-async def test_closing_an_async_stream_leaves_the_batch(scheduler: Scheduler, model: Model) -> None:
-    chunks = [chunk async for chunk in astreamed(scheduler, pending(model, "abc"))]
+async def test_closing_an_async_stream_leaves_the_batch(model: Model) -> None:
+    chunks = [chunk async for chunk in astreamed(model, pending(model, "abc"))]
     assert [chunk.text for chunk in chunks] == ["a", "b", "c", ""]
     request = pending(model, "abc")
-    async with aclosing(astreamed(scheduler, request)) as stream:
+    async with aclosing(astreamed(model, request)) as stream:
         await anext(stream)
     assert request.left
     with pytest.raises(ValueError, match="a bad prompt"):
-        async for _ in astreamed(scheduler, pending(model, "bad")):
+        async for _ in astreamed(model, pending(model, "bad")):
             pass
 
 
-def test_callers_leave_when_their_event_loop_closes(scheduler: Scheduler, model: Model) -> None:
+def test_callers_leave_when_their_event_loop_closes(model: Model) -> None:
     request = pending(model, "abc")
-    stream = astreamed(scheduler, request)
+    stream = astreamed(model, request)
     loop = asyncio.new_event_loop()
     loop.run_until_complete(anext(stream))
     loop.close()
@@ -357,7 +331,7 @@ def test_callers_leave_when_their_event_loop_closes(scheduler: Scheduler, model:
     model.gate.clear()
     waiting = pending(model, "def")
     loop = asyncio.new_event_loop()
-    stream = astreamed(scheduler, waiting)
+    stream = astreamed(model, waiting)
     task = loop.create_task(anext(stream))
     loop.run_until_complete(asyncio.sleep(0))
     model.wait_until_started()
@@ -365,44 +339,42 @@ def test_callers_leave_when_their_event_loop_closes(scheduler: Scheduler, model:
     loop.run_until_complete(asyncio.wait([task]))
     loop.close()
     model.gate.set()
-    assert answered(scheduler, pending(model, "last")) == ["last"]
+    assert answered(model, pending(model, "last")) == ["last"]
 
 
 # -- threads ---------------------------------------------------------------------------------------
 
 
-async def test_prompts_are_built_with_the_callers_context_variables(
-    scheduler: Scheduler, model: Model
-) -> None:
+async def test_prompts_are_built_with_the_callers_context_variables(model: Model) -> None:
     user: ContextVar[str] = ContextVar("user")
 
     async def call(name: str) -> str:
         user.set(name)
-        return await ask(scheduler, model, lambda: BlockPrompt((), user.get()))
+        return await ask(model, lambda: BlockPrompt((), user.get()))
 
     assert await asyncio.gather(*(call(name) for name in ("ann", "bob"))) == ["ann", "bob"]
 
 
-def test_uses_the_thread_count_of_the_caller(scheduler: Scheduler) -> None:
+def test_uses_the_thread_count_of_the_caller(model: Model) -> None:
     mine = torch.get_num_threads()
     try:
         for number in (2, 1):
             torch.set_num_threads(number)
             job = Job(torch.get_num_threads)
-            scheduler.submit(job)
+            model.scheduler.submit(job)
             assert job.result(LONGEST_S) == number
     finally:
         torch.set_num_threads(mine)
 
 
-def test_a_nested_call_runs_immediately(scheduler: Scheduler, model: Model) -> None:
+def test_a_nested_call_runs_immediately(model: Model) -> None:
     def ask_inside() -> tuple[str, int]:
         inner = pending(model, "inner")
-        scheduler.submit(inner)  # would deadlock if it were queued behind this job
+        model.scheduler.submit(inner)  # would deadlock if it were queued behind this job
         return inner.result(LONGEST_S).text, threading.get_ident()
 
     job = Job(ask_inside)
-    scheduler.submit(job)
+    model.scheduler.submit(job)
     text, thread = job.result(LONGEST_S)
     assert text == "inner"
     assert thread != threading.get_ident()
@@ -413,11 +385,11 @@ def test_a_nested_call_runs_immediately(scheduler: Scheduler, model: Model) -> N
     assert not holds_a_model()
 
 
-def test_idle_model_runs_in_the_main_thread(scheduler: Scheduler) -> None:
+def test_idle_model_runs_in_the_main_thread(model: Model) -> None:
     found: list[threading.Thread] = []
 
     def ask_here() -> None:
-        found.append(scheduler.run(threading.current_thread))
+        found.append(model.scheduler.run(threading.current_thread))
 
     ask_here()
     for _ in range(2):
@@ -431,33 +403,31 @@ def test_idle_model_runs_in_the_main_thread(scheduler: Scheduler) -> None:
     assert again == [other, here]
 
 
-def test_the_main_thread_waits_for_earlier_requests(scheduler: Scheduler, model: Model) -> None:
-    first, second = keep_busy(scheduler, model), pending(model, "second", top_k=1)
-    scheduler.submit(second)
+def test_the_main_thread_waits_for_earlier_requests(model: Model) -> None:
+    first, second = keep_busy(model), pending(model, "second", top_k=1)
+    model.scheduler.submit(second)
     soon = threading.Timer(0.05, model.gate.set)
     soon.start()
-    [last] = scheduler.submit_and_wait(pending(model, "last", top_k=2))
+    [last] = model.scheduler.submit_and_wait(pending(model, "last", top_k=2))
     assert last.text == "last"
     assert model.batches == [["first"], ["second"], ["last"]]
     assert [one.result(LONGEST_S).text for one in (first, second)] == ["first", "second"]
 
 
-def test_the_main_thread_also_forms_batches(scheduler: Scheduler, model: Model) -> None:
+def test_the_main_thread_also_forms_batches(model: Model) -> None:
     requests = [pending(model, str(n), max_batch=4, top_k=2 if n == 1 else 3) for n in range(7)]
-    answers = scheduler.submit_and_wait(*requests)
+    answers = model.scheduler.submit_and_wait(*requests)
     assert [answer.text for answer in answers] == [str(n) for n in range(7)]
     assert model.batches == [["0", "2", "3", "4"], ["1"], ["5", "6"]]
 
 
 @pytest.mark.parametrize("in_main_thread", [True, False])
-def test_requests_are_released_after_an_error(
-    scheduler: Scheduler, model: Model, in_main_thread: bool
-) -> None:
+def test_requests_are_released_after_an_error(model: Model, in_main_thread: bool) -> None:
     requests = [pending(model, text, max_batch=1) for text in ("good", "bad", "late")]
 
     def ask_all() -> None:
         with pytest.raises(ValueError, match="a bad prompt"):
-            scheduler.submit_and_wait(*requests)
+            model.scheduler.submit_and_wait(*requests)
 
     if in_main_thread:
         ask_all()
@@ -467,12 +437,12 @@ def test_requests_are_released_after_an_error(
     assert all(one.left for one in requests)
 
 
-def test_idle_thread_is_restarted(scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_thread_is_restarted(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scheduling, "_IDLE_S", 0.01)
     jobs = [Job(threading.current_thread) for _ in range(2)]
     threads = []
     for job in jobs:
-        scheduler.submit(job)
+        model.scheduler.submit(job)
         threads.append(job.result(LONGEST_S))
         threads[-1].join(LONGEST_S)
         assert not threads[-1].is_alive()

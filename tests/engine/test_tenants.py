@@ -60,9 +60,7 @@ def test_texts_with_equal_token_ids_share_an_entry(model: BlockModel, store: KVS
 
 
 @pytest.mark.parametrize("origin", ["conversation", "prompt", "altered"])
-def test_user_text_is_never_a_hit_of_a_passage(
-    model: BlockModel, store: KVStore, origin: Origin
-) -> None:
+def test_user_text_never_hits_a_passage(model: BlockModel, store: KVStore, origin: Origin) -> None:
     fetcher = of_tenant(model, store, "one", "public")
     ingest(of_tenant(model, store, "public"), [A, B])
     ingest(fetcher, [A])
@@ -113,9 +111,7 @@ def test_a_shared_namespace_is_never_written(model: BlockModel, store: KVStore) 
         assert not of_tenant(model, store, name).contains(B)
 
 
-def test_a_damaged_shared_entry_is_recomputed_in_the_own_namespace(
-    model: BlockModel, tmp_path: Path
-) -> None:
+def test_a_damaged_shared_entry_is_recomputed_as_own(model: BlockModel, tmp_path: Path) -> None:
     store = DirectoryStore(tmp_path / "kv")
     ingest(of_tenant(model, store, "public"), [A])
     (shared,) = store.path.rglob("*.safetensors")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -85,18 +86,13 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_one_kernel_attends_to_context_and_question(
     monkeypatch: pytest.MonkeyPatch, on_gpu: BlockModel
 ) -> None:
-    calls: list[int] = []
-
-    def counted(query: torch.Tensor, *states: Any) -> torch.Tensor:
-        calls.append(query.shape[2])
-        return attend_causal(query, *states)
-
-    monkeypatch.setattr(CAUSAL, counted)
+    kernel = Mock(wraps=attend_causal)
+    monkeypatch.setattr(CAUSAL, kernel)
     assert on_gpu.has_causal_kernel
-    calls.clear()
+    kernel.reset_mock()
     context = context_of(on_gpu)
     found = logits(on_gpu, on_gpu.cache_for(context), FINAL[:3], FINAL[3:])
-    assert set(calls) == {3, 1}
+    assert {call.args[0].shape[2] for call in kernel.call_args_list} == {3, 1}
     exact: Any = tiny_model("llama")
     exact.load_state_dict(on_gpu.hf_model.state_dict())
     expected = oracle_logits(exact, [*BLOCKS, FINAL])[-1]

@@ -111,9 +111,7 @@ def test_a_processor_may_call_the_model_that_runs_it(model: BlockModel) -> None:
 
 
 @pytest.mark.parametrize("other_seed", [None, 7], ids=["unseeded", "seeded"])
-def test_concurrent_draws_do_not_change_seeded_answers(
-    model: BlockModel, other_seed: int | None
-) -> None:
+def test_concurrent_draws_keep_seeded_answers(model: BlockModel, other_seed: int | None) -> None:
     other = other_model()
     alone, expected = sampled(model, 5), sampled(other, 7)
     intruder: list[InThread] = []

@@ -82,9 +82,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_change_gives_another_fingerprint_and_is_refused_while_in_use(
-    model: Any, name: str
-) -> None:
+def test_changes_give_another_fingerprint_and_are_refused_in_use(model: Any, name: str) -> None:
     in_use = block_model(model)
     assert in_use.fingerprint == ORIGINAL
     CHANGES[name](model)

@@ -10,6 +10,7 @@ import shutil
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import gguf
 import numpy as np
@@ -166,23 +167,15 @@ def test_a_file_is_converted_once_and_identified_by_its_content(
     assert resolve_name("~/elsewhere.gguf") == folder
 
 
-def test_a_file_is_hashed_once_until_it_changes(
-    file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    names: list[str] = []
-    compute = hashlib.file_digest
-
-    def file_digest(stream: Any, digest: Any) -> Any:
-        names.append(stream.name)
-        return compute(stream, digest)
-
-    monkeypatch.setattr(hashlib, "file_digest", file_digest)
+def test_a_file_is_hashed_once_per_change(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compute = Mock(wraps=hashlib.file_digest)
+    monkeypatch.setattr(hashlib, "file_digest", compute)
     first = resolve_name(file)
     assert resolve_name(file) == first
-    assert names == [str(file)]
+    assert [call.args[0].name for call in compute.call_args_list] == [str(file)]
     write(file, seed=1)
     assert resolve_name(file) != first
-    assert len(names) == 2
+    assert compute.call_count == 2
 
 
 def test_unreadable_files_are_reported_and_leave_no_files(tmp_path: Path) -> None:

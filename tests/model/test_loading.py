@@ -21,15 +21,12 @@ from blockattn_rag.model.loading import (
     resolve_name,
 )
 from blockattn_rag.prompts.tokenization import BlockTokenizer
-from tests.models import shared_tiny_llama, tiny_tokenizer
+from tests.models import save_model, shared_tiny_llama, tiny_tokenizer
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    shared_tiny_llama().save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
-    return folder
+    return save_model(shared_tiny_llama(), tmp_path_factory.mktemp("model"))
 
 
 def test_a_model_loaded_by_path_is_the_one_that_was_saved(saved: Path) -> None:
@@ -56,9 +53,7 @@ def test_sixteen_bit_weights_become_float32_on_the_cpu_by_default(tmp_path: Path
 
 
 @pytest.mark.parametrize("options", [{}, {"device_map": "cpu"}, {"device_map": {"": "cpu"}}])
-def test_auto_keeps_float32_files_unrounded_on_the_cpu(
-    tmp_path: Path, options: dict[str, Any]
-) -> None:
+def test_auto_keeps_float32_files_exact_on_the_cpu(tmp_path: Path, options: dict[str, Any]) -> None:
     shared_tiny_llama().save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
@@ -70,8 +65,7 @@ def test_auto_keeps_float32_files_unrounded_on_the_cpu(
 def test_the_mark_of_block_fine_tuning_survives_saving(tmp_path: Path) -> None:
     model = copy.deepcopy(shared_tiny_llama())
     model.config.block_attention = {"version": 1}
-    model.save_pretrained(tmp_path)
-    tiny_tokenizer().save_pretrained(tmp_path)
+    save_model(model, tmp_path)
     assert BlockModel.from_pretrained(tmp_path, device="cpu").is_block_tuned
 
 
@@ -79,8 +73,7 @@ def test_an_adapter_is_merged_into_its_base(saved: Path, tmp_path: Path) -> None
     base = copy.deepcopy(shared_tiny_llama())
     config = LoraConfig(r=2, target_modules=["k_proj"], init_lora_weights=False)
     tuned: Any = get_peft_model(base, config)
-    tuned.save_pretrained(tmp_path, save_embedding_layers=False)
-    tiny_tokenizer().save_pretrained(tmp_path)
+    save_model(tuned, tmp_path, save_embedding_layers=False)
     settings_file = tmp_path / "adapter_config.json"
     settings = json.loads(settings_file.read_text())
     settings_file.write_text(json.dumps({**settings, "base_model_name_or_path": str(saved)}))

@@ -21,7 +21,7 @@ from blockattn_rag.model.multimodal import language_model
 from blockattn_rag.model.probe import LOGITS
 from blockattn_rag.model.sampling import Sampling
 from blockattn_rag.server.profile import profile_of
-from tests.models import tiny_tokenizer
+from tests.models import save_model
 
 _VISION = {
     **dict.fromkeys(("hidden_size", "embed_dim", "intermediate_size"), 32),
@@ -76,8 +76,7 @@ def multimodal(name: str) -> PreTrainedModel:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_text_answers_are_those_of_the_multimodal_model(name: str, tmp_path: Path) -> None:
     original: Any = multimodal(name)
-    original.save_pretrained(tmp_path)
-    tiny_tokenizer().save_pretrained(tmp_path)
+    save_model(original, tmp_path)
     engine = BlockAttentionEngine.from_pretrained(tmp_path, device="cpu")
     model = engine.model
     assert type(model.hf_model).__name__ == FAMILIES[name][2]
@@ -118,16 +117,12 @@ def test_loading_only_the_language_model_drops_the_image_encoder(tmp_path: Path)
 def test_the_fine_tuning_mark_is_kept(tmp_path: Path) -> None:
     original = multimodal("gemma3")
     original.config.block_attention = {"version": 1}
-    original.save_pretrained(tmp_path)
-    tiny_tokenizer().save_pretrained(tmp_path)
+    save_model(original, tmp_path)
     assert BlockModel.from_pretrained(tmp_path, device="cpu").is_block_tuned
 
 
 @pytest.mark.parametrize("name", ["gemma3", "ministral3", "qwen2_5_vl"])
-def test_the_profile_of_a_checkpoint_equals_that_of_the_loaded_model(
-    name: str, tmp_path: Path
-) -> None:
-    multimodal(name).save_pretrained(tmp_path)
-    tiny_tokenizer().save_pretrained(tmp_path)
+def test_checkpoint_and_loaded_model_have_the_same_profile(name: str, tmp_path: Path) -> None:
+    save_model(multimodal(name), tmp_path)
     model = BlockModel.from_pretrained(tmp_path, device="cpu", dtype="float32")
     assert profile_of(CheckpointModel(tmp_path, torch.float32)) == profile_of(model)

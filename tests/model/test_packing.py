@@ -8,7 +8,8 @@ import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import TypeVar
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -51,14 +52,8 @@ def test_a_packed_layer_is_exact_within_rounding(rows: int, bias: bool) -> None:
 
 @needs_packing
 def test_packed_weights_are_used_for_questions(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer, rows = packed(a_layer()), []
-    product = packing._packed_linear
-
-    def seen(input: Tensor, *rest: Any) -> Tensor:
-        rows.append(input.shape[-2])
-        return product(input, *rest)
-
-    monkeypatch.setattr(packing, "_packed_linear", seen)
+    layer, product = packed(a_layer()), Mock(wraps=packing._packed_linear)
+    monkeypatch.setattr(packing, "_packed_linear", product)
     with torch.inference_mode():
         for count in (1, 3, 4, 50, 255, 256):
             layer(torch.randn(count, 57))
@@ -66,6 +61,7 @@ def test_packed_weights_are_used_for_questions(monkeypatch: pytest.MonkeyPatch) 
     layer(torch.randn(50, 57))  # not packed, because gradients are enabled
     with torch.inference_mode():
         layer.bfloat16()(torch.randn(50, 57).bfloat16())  # not packed, because there is no gain
+    rows = [call.args[0].shape[-2] for call in product.call_args_list]
     assert rows == [4, 4, 50, 50, 255, 255]
 
 
@@ -117,9 +113,7 @@ def test_other_layers_and_dtypes_are_not_packed() -> None:
         assert pack_linears(module) == 0
 
 
-def test_free_memory_respects_container_limits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_containers_limit_free_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
     assert packing.free_memory(tmp_path) == 1000
     (tmp_path / "memory.max").write_text("max\n", "utf-8")

@@ -15,7 +15,7 @@ from blockattn_rag.server.config import ServingConfig
 from blockattn_rag.server.profile import ModelProfile, profile_of
 from blockattn_rag.server.shares import Share
 from blockattn_rag.store import RedisStore
-from tests.models import shared_tiny_llama, tiny_tokenizer
+from tests.models import save_model, shared_tiny_llama
 from tests.recipes import recipe_of
 from tests.server.profiles import make_profile
 
@@ -104,8 +104,7 @@ def test_a_store_is_required() -> None:
 
 
 def test_the_recipe_is_part_of_the_profile(tmp_path: Path) -> None:
-    shared_tiny_llama().save_pretrained(tmp_path / "model")
-    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    save_model(shared_tiny_llama(), tmp_path / "model")
     model = BlockModel.from_pretrained(tmp_path / "model", device="cpu")
     recipe = recipe_of(model)
     recipe.save(tmp_path / "other" / "recipe")

@@ -25,6 +25,7 @@ from blockattn_rag.store import DirectoryStore, KVStore, MemoryStore, TieredStor
 from blockattn_rag.store.base import ReadResult
 from tests.holding import LONGEST_S
 from tests.server.profiles import make_profile
+from tests.store.conftest import flip_bit
 from tests.store.kvs import make_kv, same
 
 PROFILE = make_profile(vocab_size=1000)
@@ -260,10 +261,7 @@ def test_blocks_of_other_models_or_shapes_are_refused(
 
 def test_damaged_entry_is_reported_by_key(loader: Make, tmp_path: Path) -> None:
     home = filled(DirectoryStore(tmp_path / "kv"))
-    path = home.entry_path(BLOCKS[0].key)
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
+    flip_bit(home.entry_path(BLOCKS[0].key))
     one = loader(TieredStore("memory:1MiB", home))
     error = failure(one)
     assert "is damaged" in str(error)
@@ -306,9 +304,7 @@ def test_unexpected_errors_fail_the_load(
 # -- deadlines and limits --------------------------------------------------------------------------
 
 
-def test_loads_end_at_the_deadline_if_the_store_hangs(
-    loader: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_loads_of_a_hanging_store_time_out(loader: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loading, "_THREADS", 2)
     store = filled(Scripted())
     store.go.clear()
@@ -324,9 +320,7 @@ def test_loads_end_at_the_deadline_if_the_store_hangs(
     assert len(one.start(BLOCKS).result()) == 3
 
 
-def test_loads_beyond_the_queue_limit_fail_immediately(
-    loader: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_loads_beyond_the_limit_fail_at_once(loader: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loading, "_MOST_WAITING", 2)
     store = filled(Scripted())
     store.go.clear()

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -123,9 +124,7 @@ def test_a_server_that_is_unreachable_at_the_start_is_skipped() -> None:
 
 
 def test_a_passage_that_fails_on_every_server_ends_the_run() -> None:
-    def fail(_: int) -> None:
-        raise ServingError("The store is full")
-
+    fail = Mock(side_effect=ServingError("The store is full"))
     servers = [StubServer(name, set(), before=fail) for name in "ab"]
     with pytest.raises(ServingError, match="The store is full"):
         ServerPool(servers).encode(TEXTS[:1])

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from blockattn_rag.model.recompute import can_recompute
 from blockattn_rag.prompts.sinks import sink_ids
 from blockattn_rag.server.plan import BlockPlan
 from blockattn_rag.server.profile import LayerProfile, profile_of
-from tests.models import VOCABULARY, shared_tiny_llama, tiny_model, tiny_tokenizer
+from tests.models import VOCABULARY, save_model, shared_tiny_llama, tiny_model, tiny_tokenizer
 from tests.recipes import recipe_of
 from tests.server.profiles import make_profile
 
@@ -82,8 +83,7 @@ def test_layers_with_shared_keys_and_values_are_counted() -> None:
 def test_models_with_shared_layers_cannot_recompute_on_servers(tmp_path: Path) -> None:
     """This holds even if all listed layers have full attention."""
     full = {**SHARED, "layer_types": ["full_attention"] * 5, "global_head_dim": 8}
-    tiny_model("gemma4_text", **full).save_pretrained(tmp_path)
-    tiny_tokenizer().save_pretrained(tmp_path)
+    save_model(tiny_model("gemma4_text", **full), tmp_path)
     model = CheckpointModel(tmp_path, torch.float32)
     assert not can_recompute(model)
     model.profile = replace(model.profile, kinds=model.profile.kinds[:3])
@@ -134,19 +134,11 @@ def test_unsupported_dtypes_are_refused() -> None:
 @pytest.fixture
 def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("BLOCKATTN_RAG_HOME", str(tmp_path / "home"))
-    return save(tiny_model("gemma3_text", num_hidden_layers=7), tmp_path / "model")
-
-
-def save(model: Any, folder: Path) -> Path:
-    model.save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
-    return folder
+    return save_model(tiny_model("gemma3_text", num_hidden_layers=7), tmp_path / "model")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_profile_of_a_checkpoint_equals_that_of_the_loaded_model(
-    saved: Path, dtype: torch.dtype
-) -> None:
+def test_checkpoint_and_loaded_model_have_the_same_profile(saved: Path, dtype: torch.dtype) -> None:
     model = BlockModel.from_pretrained(saved, device="cpu", dtype=dtype)
     recipe = recipe_of(model)
     found, expected = profile_of(CheckpointModel(saved, dtype), recipe), profile_of(model, recipe)
@@ -155,12 +147,8 @@ def test_the_profile_of_a_checkpoint_equals_that_of_the_loaded_model(
         assert layer.layout.same_as(known.layout)
 
 
-def test_the_weights_of_a_checkpoint_are_not_loaded(
-    saved: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise AssertionError("loaded")
-
+def test_checkpoint_weights_are_not_loaded(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse = Mock(side_effect=AssertionError("loaded"))
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", refuse)
     assert len(profile_of(CheckpointModel(saved, torch.float32)).layers) == 7
 
@@ -180,7 +168,6 @@ def test_a_checkpoint_that_cannot_be_served_is_refused(saved: Path, file: str) -
 
 def test_a_checkpoint_with_other_layers_is_refused(tmp_path: Path) -> None:
     config = AutoConfig.for_model("qwen3_5_text", num_hidden_layers=4, vocab_size=264)
-    config.save_pretrained(tmp_path)
-    tiny_tokenizer().save_pretrained(tmp_path)
+    save_model(config, tmp_path)
     with pytest.raises(UnsupportedModelError, match=r"a recurrent state \(3 state, 1 attention\)"):
         profile_of(CheckpointModel(tmp_path, torch.float32))

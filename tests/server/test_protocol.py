@@ -15,12 +15,7 @@ from blockattn_rag.errors import BlockAttnError, ProtocolError, ServingError
 from blockattn_rag.prompts.blocks import IN_MEMORY, PRIVATE, STORED
 from blockattn_rag.prompts.markers import marker_key
 from blockattn_rag.server.plan import BlockPlan, ServedBlocks, parse_plan
-from blockattn_rag.server.protocol import (
-    MOST_BLOCKS,
-    EncodeAnswer,
-    EncodeBody,
-    marker_key_id,
-)
+from blockattn_rag.server.protocol import MOST_BLOCKS, EncodeAnswer, EncodeBody, marker_key_id
 from blockattn_rag.server.validation import read_json
 from tests.server.profiles import SERVER_INFO as INFO
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,14 +18,9 @@ from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.kv.rope import NO_ROTATION
 from blockattn_rag.server.profile import LayerProfile, ModelProfile
 from blockattn_rag.server.shares import Share, ShareStore, open_share
-from blockattn_rag.store import (
-    DirectoryStore,
-    KVStore,
-    MemoryStore,
-    ObjectStore,
-    TieredStore,
-)
+from blockattn_rag.store import DirectoryStore, KVStore, MemoryStore, ObjectStore, TieredStore
 from tests.server.profiles import make_profile
+from tests.store.conftest import Asked, flip_bit
 from tests.store.kvs import FLOATS, kvs, make_kv, same
 
 
@@ -215,29 +209,12 @@ def test_a_share_uses_no_more_memory_than_reported(home: KVStore) -> None:
     ],
 )
 @pytest.mark.parametrize("quantized", [False, True])
-def test_blocks_of_other_shapes_are_refused(
-    home: KVStore, profile: ModelProfile, quantized: bool
-) -> None:
+def test_other_shapes_are_refused(home: KVStore, profile: ModelProfile, quantized: bool) -> None:
     kv = make_kv(tokens=40, quantized=quantized)
     home.put(kv.key, kv)
     store = ShareStore(home, Share.of(profile, 1, 2), profile)
     with pytest.raises(FingerprintMismatchError, match="do not have the shape or dtype"):
         store.get(kv.key)
-
-
-class Counting:
-    """Backend that counts requests."""
-
-    def __init__(self, backend: Any) -> None:
-        self.backend = backend
-        self.asked = 0
-
-    def get(self, path: str, *, options: Any) -> Any:
-        self.asked += 1
-        return self.backend.get(path, options=options)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.backend, name)
 
 
 @pytest.mark.parametrize("quantized", [False, True])
@@ -247,16 +224,14 @@ def test_a_share_is_read_with_two_requests(quantized: bool, more_heads: int, tok
     obstore = pytest.importorskip("obstore.store")
     kv = make_kv(layers=40, heads=8, tokens=tokens, more_heads=more_heads, quantized=quantized)
     profile = profile_of_block(kv)
-    backend = Counting(obstore.MemoryStore())
+    backend = Asked(obstore.MemoryStore())
     home = ObjectStore("memory://kv", backend=backend)  # type: ignore[arg-type]
     home.put(kv.key, kv)
     for rank in range(8):
-        backend.asked = 0
+        backend.ranges.clear()
         share = Share.of(profile, rank, 8)
-        found = ShareStore(home, share, profile).get(kv.key)
-        assert found is not None
-        assert same(found, share.cut(kv))
-        assert backend.asked <= (3 if quantized else 2)  # scales need another request
+        assert same(ShareStore(home, share, profile).get(kv.key), share.cut(kv))
+        assert len(backend.ranges) <= (3 if quantized else 2)  # scales need another request
 
 
 # -- damage ----------------------------------------------------------------------------------------
@@ -272,13 +247,6 @@ def ranges(request: pytest.FixtureRequest, folder: DirectoryStore) -> KVStore:
     return home_of(request.param, folder.path)
 
 
-def flip(folder: DirectoryStore, key: str, byte: int) -> None:
-    path = folder.entry_path(key)
-    content = bytearray(path.read_bytes())
-    content[byte] ^= 1
-    path.write_bytes(content)
-
-
 @pytest.mark.parametrize("quantized", [False, True])
 def test_damage_is_reported_by_the_rank_that_reads_it(
     ranges: KVStore, folder: DirectoryStore, quantized: bool
@@ -286,7 +254,7 @@ def test_damage_is_reported_by_the_rank_that_reads_it(
     kv, other = (make_kv(name, tokens=40, quantized=quantized) for name in ("one", "other"))
     for one in (kv, other):
         ranges.put(one.key, one)
-    flip(folder, kv.key, -1)  # damages the values of the last head
+    flip_bit(folder.entry_path(kv.key))  # damages the values of the last head
     first, second = (ShareStore(ranges, Share.of(PROFILE, rank, 2), PROFILE) for rank in (0, 1))
     damaged, sound = second.get_many([kv.key, other.key])
     assert isinstance(damaged, CorruptEntryError)
@@ -301,7 +269,7 @@ def test_damage_is_reported_by_the_rank_that_reads_it(
 def test_every_rank_finds_damaged_ids(ranges: KVStore, folder: DirectoryStore) -> None:
     ranges.put(KV.key, KV)
     start = folder.entry_path(KV.key).stat().st_size - KV.nbytes - 8 * KV.num_tokens
-    flip(folder, KV.key, start)
+    flip_bit(folder.entry_path(KV.key), start)
     for rank in (0, 1):
         with pytest.raises(CorruptEntryError, match="its token_ids is damaged"):
             ShareStore(ranges, Share.of(PROFILE, rank, 2), PROFILE).get(KV.key)
@@ -317,13 +285,10 @@ def test_a_rank_caches_its_share_and_reads_the_store_once(home: KVStore, tmp_pat
     expected = SECOND.cut(KV)
     for _ in range(2):
         [found] = tiers.get_many([KV.key])
-        assert isinstance(found, BlockKV)
         assert same(found, expected)
         tiers.flush()  # pending writes would otherwise answer reads
     [memory, disk, far] = tiers.tier_stats()
     assert (memory.hits, disk.hits, far.hits) == (1, 0, 1)
     assert (disk.written, far.written) == (1, 0)
     again = TieredStore("memory:1MiB", local, ShareStore(MemoryStore(1), SECOND, PROFILE))
-    kept = again.get(KV.key)
-    assert kept is not None
-    assert same(kept, expected)
+    assert same(again.get(KV.key), expected)

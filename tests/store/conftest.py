@@ -62,6 +62,27 @@ def objects_in_memory(backend: Any = None) -> ObjectStore:
     return ObjectStore("memory://kv", backend=backend or obstore.MemoryStore(), deadline_s=30)
 
 
+class Asked:
+    """Backend that records the requested ranges."""
+
+    def __init__(self, backend: Any) -> None:
+        self.backend = backend
+        self.ranges: list[tuple[str, int, int]] = []
+
+    def get(self, path: str, *, options: Any) -> Any:
+        self.ranges.append((path, *options["range"]))
+        return self.backend.get(path, options=options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.backend, name)
+
+
+def flip_bit(path: Path, byte: int = -1) -> None:
+    content = bytearray(path.read_bytes())
+    content[byte] ^= 1
+    path.write_bytes(content)
+
+
 S = TypeVar("S", bound=KVStore, covariant=True)
 
 

@@ -67,8 +67,10 @@ def make_kv(
     return kv.quantized() if quantized else kv
 
 
-def same(a: BlockKV, b: BlockKV) -> bool:
-    """Whether two blocks are equal bit for bit, including NaNs."""
+def same(a: object, b: BlockKV) -> bool:
+    """Whether ``a`` is a block that equals ``b`` bit for bit, including NaNs."""
+    if not isinstance(a, BlockKV):
+        return False
     tensors_a, tensors_b = (
         [t for layer in range(kv.num_layers) for t in kv.tensors(layer)] + [kv.token_ids]
         for kv in (a, b)

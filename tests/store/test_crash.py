@@ -37,9 +37,7 @@ def test_killed_writer_leaves_old_or_new_entry(tmp_path: Path, step: str) -> Non
     writer.start()
     writer.join()
     assert writer.exitcode == -signal.SIGKILL
-    found = store.get(old.key)
-    assert found is not None
-    assert same(found, new if step == "renamed" else old)
+    assert same(store.get(old.key), new if step == "renamed" else old)
     report = verify(store)
     assert (report.ok, report.leftovers.count) == (1, 0 if step == "renamed" else 1)
     assert gc(store, {old.handle}, grace_s=0).leftovers == report.leftovers

@@ -32,7 +32,7 @@ def test_truncated_entry_is_damaged_until_put(encoded: Raw[KVStore], end: int) -
             read(KEY)
     store.put(KEY, KV)
     assert store.touch(KEY)
-    assert same(store.get(KEY) or OTHER, KV)
+    assert same(store.get(KEY), KV)
 
 
 def test_get_many_reports_errors_per_entry(encoded: Raw[KVStore]) -> None:
@@ -42,7 +42,6 @@ def test_get_many_reports_errors_per_entry(encoded: Raw[KVStore]) -> None:
     damaged, absent, sound = encoded.store.get_many([KEY, "0" * 64, OTHER.key])
     assert isinstance(damaged, CorruptEntryError)
     assert absent is None
-    assert isinstance(sound, BlockKV)
     assert same(sound, OTHER)
 
 
@@ -108,7 +107,6 @@ def test_read_blocks_do_not_change(encoded: Raw[KVStore]) -> None:
     assert held is not None
     held.keys[0].fill_(0)
     again = encoded.store.get(KEY)
-    assert again is not None
     new = make_kv(dtype=torch.float16)
     encoded.store.put(KEY, new)
     assert same(again, KV)

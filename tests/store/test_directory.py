@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from io import FileIO
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -37,12 +38,6 @@ def stored(store: DirectoryStore, kv: BlockKV | None = None) -> tuple[str, Path]
     return kv.key, store.entry_path(kv.key)
 
 
-def got(store: DirectoryStore, key: str) -> BlockKV:
-    kv = store.get(key)
-    assert kv is not None
-    return kv
-
-
 def files(store: DirectoryStore) -> list[str]:
     return sorted(str(p.relative_to(store.path)) for p in store.path.rglob("*") if p.is_file())
 
@@ -53,15 +48,13 @@ def files(store: DirectoryStore) -> list[str]:
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc")
 def test_truncated_file_does_not_affect_read_blocks(store: DirectoryStore) -> None:
     key, path = stored(store, make_kv(layers=8, heads=3, tokens=64, head_dim=32))
-    held = got(store, key)
+    held = store.get(key)
     assert str(path) not in Path("/proc/self/maps").read_text()
     os.truncate(path, 0)
     assert same(held, make_kv(layers=8, heads=3, tokens=64, head_dim=32))
 
 
-def test_entries_are_read_concurrently(
-    store: DirectoryStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reads_are_concurrent(store: DirectoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = [stored(store, make_kv(f"passage {n}"))[0] for n in range(3)]
     all_read = threading.Barrier(3)
     read_ranges = read_files.read_ranges
@@ -74,9 +67,7 @@ def test_entries_are_read_concurrently(
     assert all(isinstance(entry, BlockKV) for entry in store.get_many(keys))
 
 
-def test_tilde_expands_to_the_home_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tilde_is_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     for spec in ("~/kv", Path("~/kv")):
         opened = open_store(spec)
@@ -116,7 +107,7 @@ def test_pipe_in_place_of_an_entry_is_damage(store: DirectoryStore, content: byt
         if writer is not None:
             os.close(writer)
     store.put(key, make_kv())
-    assert same(got(store, key), make_kv())
+    assert same(store.get(key), make_kv())
 
 
 def test_a_broken_link_in_place_of_an_entry_is_replaced(store: DirectoryStore) -> None:
@@ -133,18 +124,13 @@ def test_a_broken_link_in_place_of_an_entry_is_replaced(store: DirectoryStore) -
     path.symlink_to(path.parent / "nothing")
     assert store.get(key) is None
     store.put(key, make_kv())
-    assert same(got(store, key), make_kv())
+    assert same(store.get(key), make_kv())
 
 
-def test_lack_of_memory_is_not_damage(
-    store: DirectoryStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_out_of_memory_is_no_damage(store: DirectoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
     key, _ = stored(store)
-
-    def refuse(*args: object, **kwargs: object) -> None:
-        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
-
-    monkeypatch.setattr(torch, "empty", refuse)
+    error = RuntimeError("DefaultCPUAllocator: can't allocate memory")
+    monkeypatch.setattr(torch, "empty", Mock(side_effect=error))
     with pytest.raises(StoreError, match=r"Cannot read .*: not enough memory for \d+ ") as caught:
         store.get(key)
     assert not isinstance(caught.value, CorruptEntryError)
@@ -193,9 +179,7 @@ def test_concurrent_creation_is_accepted(tmp_path: Path) -> None:
         (None, r"format\.json is damaged"),
     ],
 )
-def test_store_of_another_version_is_refused(
-    tmp_path: Path, mark: str | None, message: str
-) -> None:
+def test_another_store_version_is_refused(tmp_path: Path, mark: str | None, message: str) -> None:
     if mark is None:
         os.mkfifo(tmp_path / "format.json")
     else:
@@ -226,7 +210,7 @@ def test_deleted_folder_is_recreated_by_put(store: DirectoryStore) -> None:
     assert list(store.leftovers()) == []
     stored(store)
     again = DirectoryStore(store.path, create=False)
-    assert same(got(again, key), make_kv())
+    assert same(again.get(key), make_kv())
 
 
 def test_deleted_mark_is_recreated(store: DirectoryStore) -> None:
@@ -236,7 +220,7 @@ def test_deleted_mark_is_recreated(store: DirectoryStore) -> None:
     for mend in (lambda: stored(store), lambda: DirectoryStore(store.path)):
         mark.unlink()
         mend()
-        assert same(got(DirectoryStore(store.path, create=False), key), make_kv())
+        assert same(DirectoryStore(store.path, create=False).get(key), make_kv())
 
 
 def test_deleted_store_is_not_recreated_among_other_files(store: DirectoryStore) -> None:
@@ -298,17 +282,15 @@ def test_interrupted_write_leaves_nothing(store: DirectoryStore) -> None:
 def test_failed_write_keeps_the_old_entry(
     store: DirectoryStore, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
-    def full(*args: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     key, _ = stored(store)
     before = files(store)
-    monkeypatch.setattr(os, call, full)
+    monkeypatch.setattr(os, call, Mock(side_effect=full))
     with pytest.raises(StoreError, match="No space left"):
         store.put(key, make_kv(tokens=5))
     monkeypatch.undo()
     assert files(store) == before
-    assert same(got(store, key), make_kv())
+    assert same(store.get(key), make_kv())
 
 
 def test_writes_are_synced_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

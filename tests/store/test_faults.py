@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ ALL: dict[Fault, float] = {
 }  # fmt: skip
 KVS = [make_kv(f"passage {i}", tokens=20 + 5 * i) for i in range(16)]
 READS = 128
+Open = Callable[..., ObjectStore]
 
 
 @pytest.fixture(autouse=True)
@@ -30,31 +32,29 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def filled(s3: str) -> str:
-    """Address of a store that contains all blocks."""
+def empty(s3: str, monkeypatch: pytest.MonkeyPatch) -> Open:
+    """Function that opens an empty store on the server with a URL."""
+
+    def opened(url: str, retries: int = 3, deadline_s: float = DEADLINE_S) -> ObjectStore:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", url)
+        return ObjectStore(s3, deadline_s=deadline_s, retries=retries, parallel=32)
+
+    return opened
+
+
+@pytest.fixture
+def filled(s3: str, empty: Open) -> Open:
+    """Function that opens a store that contains all blocks."""
     store = ObjectStore(s3)
     for kv in KVS:
         store.put(kv.key, kv)
-    return s3
-
-
-def opened(
-    s3: str,
-    url: str,
-    monkeypatch: pytest.MonkeyPatch,
-    retries: int = 3,
-    deadline_s: float = DEADLINE_S,
-) -> ObjectStore:
-    monkeypatch.setenv("AWS_ENDPOINT_URL", url)
-    return ObjectStore(s3, deadline_s=deadline_s, retries=retries, parallel=32)
+    return empty
 
 
 @pytest.mark.parametrize("fault", ["503", "truncated", "other range", "hangs", "hangs within"])
-def test_faults_are_reported_before_the_deadline(
-    filled: str, s3_url: str, monkeypatch: pytest.MonkeyPatch, fault: Fault
-) -> None:
+def test_faults_are_reported_before_the_deadline(filled: Open, s3_url: str, fault: Fault) -> None:
     with faulty(s3_url, {fault: 1.0}) as server:
-        store = opened(filled, server.url, monkeypatch, deadline_s=0.5)
+        store = filled(server.url, deadline_s=0.5)
         started = time.monotonic()
         with pytest.raises(StoreError, match="Cannot read s3://bucket/store-") as told:
             store.get(KVS[0].key)
@@ -63,29 +63,23 @@ def test_faults_are_reported_before_the_deadline(
 
 
 @pytest.mark.parametrize("fault", ["other bytes", "flipped bit"])
-def test_wrong_bytes_are_detected(
-    filled: str, s3_url: str, monkeypatch: pytest.MonkeyPatch, fault: Fault
-) -> None:
+def test_wrong_bytes_are_detected(filled: Open, s3_url: str, fault: Fault) -> None:
     with faulty(s3_url, {fault: 1.0}) as server, pytest.raises(StoreError):
-        opened(filled, server.url, monkeypatch).get(KVS[0].key)
+        filled(server.url).get(KVS[0].key)
 
 
-def test_retries_after_a_fault(s3: str, s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_retries_after_a_fault(empty: Open, s3_url: str) -> None:
     with faulty(s3_url, {"503": 0.3}) as server:
-        store = opened(s3, server.url, monkeypatch, retries=8)
+        store = empty(server.url, retries=8)
         for kv in KVS[:5]:
             store.put(kv.key, kv)
-            found = store.get(kv.key)
-            assert found is not None
-            assert same(found, kv)
+            assert same(store.get(kv.key), kv)
         assert server.made["503"] > 0
 
 
-def test_reads_of_a_faulty_server_are_never_wrong(
-    filled: str, s3_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reads_of_a_faulty_server_are_never_wrong(filled: Open, s3_url: str) -> None:
     with faulty(s3_url, ALL) as server:
-        store = opened(filled, server.url, monkeypatch)
+        store = filled(server.url)
         outcomes = campaign(store, KVS, reads=READS, late_s=LATE_S)
     assert outcomes["reads"] == READS
     assert (outcomes["wrong"], outcomes["late"]) == (0, 0)
@@ -95,10 +89,10 @@ def test_reads_of_a_faulty_server_are_never_wrong(
 
 
 def test_tiers_answer_reads_despite_faults_of_the_home_store(
-    filled: str, s3_url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    filled: Open, s3_url: str, tmp_path: Path
 ) -> None:
     with faulty(s3_url, ALL | {"hangs": 0.02}) as server:
-        home = opened(filled, server.url, monkeypatch)
+        home = filled(server.url)
         near = MemoryStore(4 * KVS[0].nbytes)
         store = TieredStore(near, tmp_path / "kv", home, pause_s=0.2)
         outcomes = campaign(store, KVS, reads=READS, late_s=4 * LATE_S)

@@ -54,9 +54,7 @@ def test_forked_process_reads_and_writes_tiers(tmp_path: Path) -> None:
     assert tiers.flush(LONGEST_S)
 
     def work() -> None:
-        found = tiers.get(KV.key)
-        assert found is not None
-        assert same(found, KV)
+        assert same(tiers.get(KV.key), KV)
         tiers.put(OTHER.key, OTHER)
         assert tiers.flush(5)
 
