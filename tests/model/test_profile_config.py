@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -89,13 +90,8 @@ def test_model_without_rotation_is_refused() -> None:
         profile_config(AutoConfig.for_model("bloom"), torch.float32)
 
 
-def test_model_that_cannot_be_measured_is_refused_with_the_reason(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def fail(*_: object) -> None:
-        raise RuntimeError("the cause")
-
-    monkeypatch.setattr(miniature, "_built", fail)
+def test_unmeasurable_model_is_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(miniature, "_built", Mock(side_effect=RuntimeError("the cause")))
     with pytest.raises(UnsupportedModelError, match=r"measured without its weights .*the cause"):
         profile_config(AutoConfig.for_model("llama"), torch.float32)
 

@@ -7,12 +7,13 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from blockattn_rag.check.model import check_model
 from blockattn_rag.engine.engine import BlockAttentionEngine
@@ -21,21 +22,15 @@ from blockattn_rag.model import BlockModel
 from blockattn_rag.model.checkpoint import CheckpointModel
 from blockattn_rag.model.loading import load_model
 from blockattn_rag.model.quantized import check_quantization, loading_arguments, quantization_of
-from tests.models import tiny_model, tiny_tokenizer
+from tests.models import save_model, tiny_model
 
 BLOCK = 16
 _WIDE = {"hidden_size": 64, "intermediate_size": 64}
 
 
-def save(folder: Path, model: PreTrainedModel) -> Path:
-    model.save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
-    return folder
-
-
 @pytest.fixture
 def plain(tmp_path: Path) -> Path:
-    return save(tmp_path / "plain", tiny_model("llama", **_WIDE))
+    return save_model(tiny_model("llama", **_WIDE), tmp_path / "plain")
 
 
 def need(*packages: str) -> None:
@@ -126,13 +121,9 @@ def assert_exact(model: BlockModel, dtype: torch.dtype) -> None:
 
 def test_mxfp4_experts_are_exact(tmp_path: Path) -> None:
     need("accelerate")
-    experts: dict[str, Any] = {
-        "num_local_experts": 2,
-        "num_experts_per_tok": 1,
-        "layer_types": None,
-    }
-    model: Any = tiny_model("gpt_oss", **_WIDE, **experts)
-    folder = save(tmp_path, model)
+    experts: dict[str, Any] = {"num_local_experts": 2, "num_experts_per_tok": 1}
+    model: Any = tiny_model("gpt_oss", **_WIDE, **experts, layer_types=None)
+    folder = save_model(model, tmp_path)
     file = folder / "model.safetensors"
     tensors, expected = {}, {}
     values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
@@ -180,7 +171,7 @@ def test_weights_are_quantized_at_load(plain: Path, dtype: str, package: str) ->
     assert len(fingerprints) == 3
     assert model.fingerprint in fingerprints
     # A saved and loaded checkpoint has the same weights.
-    folder = save(plain.parent / "quantized", quantized)
+    folder = save_model(quantized, plain.parent / "quantized")
     again = BlockModel.from_pretrained(folder, device="cpu")
     assert_exact(again, torch.bfloat16)
     assert again.fingerprint != CheckpointModel(folder, torch.bfloat16).fingerprint
@@ -204,7 +195,8 @@ def test_passages_of_quantized_models_are_reused(plain: Path, dtype: str, packag
 
 def test_unsupported_shapes_use_the_general_kernel(tmp_path: Path) -> None:
     need("accelerate", "bitsandbytes")
-    folder = save(tmp_path, tiny_model("llama"))  # key projections have 16 rows and 32 columns
+    model = tiny_model("llama")  # key projections have 16 rows and 32 columns
+    folder = save_model(model, tmp_path)
     assert_exact(BlockModel.from_pretrained(folder, device="cpu", dtype="nf4"), torch.bfloat16)
 
 
@@ -226,17 +218,13 @@ def test_unsupported_shapes_use_the_general_kernel(tmp_path: Path) -> None:
 def test_missing_packages_are_named(
     monkeypatch: pytest.MonkeyPatch, method: str, packages: str
 ) -> None:
-    asked = []
-
-    def find(module: str) -> None:
-        asked.append(module)
-
+    find = Mock(return_value=None)
     monkeypatch.setattr(importlib.util, "find_spec", find)
     commands = f"pip install accelerate {packages}".strip()
     message = f"^org/model is quantized with {method}. Loading it needs .*`{commands}`$"
     with pytest.raises(ImportError, match=message):
         check_quantization("org/model", {"quant_method": method})
-    assert len(asked) == 1 + len(packages.split())
+    assert find.call_count == 1 + len(packages.split())
 
 
 def test_a_scheme_that_cannot_be_exact_or_is_unknown_is_refused() -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -49,9 +50,7 @@ GUIDANCE: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("options", GUIDANCE, ids=["weak", "strong", "negative prompt"])
-def test_guidance_equals_copy_path_and_full_mode(
-    llama: BlockModel, options: dict[str, Any]
-) -> None:
+def test_guidance_equals_copying_and_full_mode(llama: BlockModel, options: dict[str, Any]) -> None:
     by_relay, by_copy = answers(llama, BLOCKS, **options)
     assert by_relay == by_copy
     by_relay, _ = answers(llama, BLOCKS[:1], **options)
@@ -113,10 +112,7 @@ def test_interrupted_forward_leaves_no_plan(llama: BlockModel, error: type[BaseE
     hf_model: Any = llama.hf_model
     context = placed_context(llama, BLOCKS)
     layer_before = hidden_of_first_layer(hf_model)
-
-    def fail(*_: Any) -> None:
-        raise error("in the middle")
-
+    fail = Mock(side_effect=error("in the middle"))
     handle = hf_model.model.layers[1].register_forward_hook(fail)
     for run in (
         lambda cache: llama.next_logits(torch.tensor([FINAL_IDS]), cache),

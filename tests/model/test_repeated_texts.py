@@ -90,9 +90,7 @@ def test_equal_rows_of_data_are_not_a_loop(rules: AnswerRules, unit: str, in_jso
     ("unit", "copies"),
     [(LETTER, 4), ("我今天去学校。", 40), ("He sat. ", 40), ("Berlin, ", 60), ("no ", 120)],
 )
-def test_short_repetition_of_prose_is_not_a_loop(
-    rules: AnswerRules, unit: str, copies: int
-) -> None:
+def test_short_repetition_of_prose_is_no_loop(rules: AnswerRules, unit: str, copies: int) -> None:
     assert loop_at(rules, unit * copies) is None
 
 

@@ -46,11 +46,7 @@ def first_found(ids: Sequence[int], decode: Decode = letters) -> int | None:
     return next(found, None)
 
 
-SENTENCES = {
-    ord("a"): "He sat. ",
-    ord("b"): "She walked home. ",
-    ord("c"): "Why not now? ",
-}
+SENTENCES = {ord("a"): "He sat. ", ord("b"): "She walked home. ", ord("c"): "Why not now? "}
 
 
 def spoken(ids: Sequence[int]) -> str:
@@ -213,9 +209,7 @@ TEXTS_BEFORE = {
 
 @AMONG_TEXT
 @pytest.mark.parametrize("before", TEXTS_BEFORE.values(), ids=TEXTS_BEFORE)
-def test_quotes_in_text_before_json_do_not_start_a_string(
-    before: str, asked: dict[str, object]
-) -> None:
+def test_quotes_before_json_do_not_start_a_string(before: str, asked: dict[str, object]) -> None:
     assert guarded(before + '<call=f>{"q": "' + LOOP, asked)
     assert not guarded(before + '<call=f>{"q": [' + "true, " * 60, asked)
     assert not guarded(before + '<call=f>{"q": [' + '"He sat.", ' * 30, asked)

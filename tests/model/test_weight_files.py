@@ -19,7 +19,7 @@ from blockattn_rag.model import BlockModel, loading
 from blockattn_rag.model.checkpoint import CheckpointModel
 from blockattn_rag.model.weight_files import WeightFile, WeightFiles
 from tests.model.test_fingerprint import next_float
-from tests.models import shared_tiny_llama, tiny_tokenizer
+from tests.models import save_model, shared_tiny_llama, tiny_tokenizer
 
 WEIGHTS = "model.safetensors"
 
@@ -27,7 +27,7 @@ WEIGHTS = "model.safetensors"
 @pytest.fixture
 def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("BLOCKATTN_RAG_HOME", str(tmp_path / "home"))
-    return save(shared_tiny_llama(), tmp_path / "model")
+    return save_model(shared_tiny_llama(), tmp_path / "model")
 
 
 @pytest.fixture
@@ -42,12 +42,6 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(hashlib, "file_digest", file_digest)
     return names
-
-
-def save(model: Any, folder: Path, **options: Any) -> Path:
-    model.save_pretrained(folder, **options)
-    tiny_tokenizer().save_pretrained(folder)
-    return folder
 
 
 def load(source: str | Path, **options: Any) -> BlockModel:
@@ -69,7 +63,7 @@ def with_other_weight() -> Any:
 def test_a_renamed_copy_has_the_same_fingerprint(saved: Path, tmp_path: Path) -> None:
     first = load(saved).fingerprint
     moved = shutil.copytree(saved, tmp_path / "moved")
-    split = save(shared_tiny_llama(), tmp_path / "split", max_shard_size="20KB")
+    split = save_model(shared_tiny_llama(), tmp_path / "split", max_shard_size="20KB")
     assert load(moved).fingerprint == first
     digests = files_of(split).digests()
     assert len(digests) > 1
@@ -82,8 +76,8 @@ def test_a_renamed_copy_has_the_same_fingerprint(saved: Path, tmp_path: Path) ->
 
 
 def test_every_shard_affects_the_fingerprint(tmp_path: Path, saved: Path) -> None:
-    split = save(shared_tiny_llama(), tmp_path / "split", max_shard_size="20KB")
-    other = save(with_other_weight(), tmp_path / "other", max_shard_size="20KB")
+    split = save_model(shared_tiny_llama(), tmp_path / "split", max_shard_size="20KB")
+    other = save_model(with_other_weight(), tmp_path / "other", max_shard_size="20KB")
     same = {*files_of(split).digests()} & {*files_of(other).digests()}
     assert len(same) == len(files_of(split).files) - 1
     assert load(split).fingerprint != load(other).fingerprint
@@ -165,32 +159,28 @@ def test_a_damaged_record_is_ignored(saved: Path, hashed: list[str], damage: byt
     assert len(hashed) == 2
 
 
-def test_an_unwritable_cache_folder_is_reported(
-    saved: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_unwritable_cache_is_reported(saved: Path, caplog: pytest.LogCaptureFixture) -> None:
     (saved.parent / "home").write_text("a file")
     assert WeightFile.at(saved / WEIGHTS).digest()
     assert f"Cannot cache the digest of {saved / WEIGHTS}" in caplog.text
 
 
 @pytest.mark.parametrize("is_link", [False, True], ids=["file", "link"])
-def test_files_that_changed_after_loading_do_not_identify_the_model(
-    saved: Path, is_link: bool
-) -> None:
+def test_files_changed_after_loading_do_not_identify_the_model(saved: Path, is_link: bool) -> None:
     current = saved.parent / "current"
     current.symlink_to(saved)
     model = load(current)
     if is_link:
         current.unlink()
-        current.symlink_to(save(with_other_weight(), saved.parent / "v2"))
+        current.symlink_to(save_model(with_other_weight(), saved.parent / "v2"))
     else:
-        save(with_other_weight(), saved)
+        save_model(with_other_weight(), saved)
     assert model.fingerprint == BlockModel(shared_tiny_llama(), tiny_tokenizer()).fingerprint
     assert load(current).fingerprint != model.fingerprint
 
 
 def test_changes_of_the_index_are_detected(tmp_path: Path) -> None:
-    split = save(shared_tiny_llama(), tmp_path / "split", max_shard_size="20KB")
+    split = save_model(shared_tiny_llama(), tmp_path / "split", max_shard_size="20KB")
     files = files_of(split)
     assert files.is_current
     index = split / "model.safetensors.index.json"
@@ -213,7 +203,7 @@ def main(saved: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     cache = saved.parent / "hub"
     repository = cache / "models--some--model"
     shutil.copytree(saved, repository / "snapshots" / ("c" * 40))
-    save(with_other_weight(), repository / "snapshots" / ("d" * 40))
+    save_model(with_other_weight(), repository / "snapshots" / ("d" * 40))
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text("c" * 40)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
@@ -258,7 +248,7 @@ def test_weights_in_other_files_have_no_digest(tmp_path: Path) -> None:
 
 def test_weights_in_a_file_that_the_config_names_have_no_digest(saved: Path) -> None:
     (saved / WEIGHTS).rename(saved / "other.safetensors")
-    save(with_other_weight(), saved.parent / "other")
+    save_model(with_other_weight(), saved.parent / "other")
     shutil.copy(saved.parent / "other" / WEIGHTS, saved)
     config = json.loads((saved / "config.json").read_text())
     config["transformers_weights"] = "other.safetensors"

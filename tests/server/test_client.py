@@ -66,17 +66,13 @@ def test_passages_are_encoded_once_and_found(server: FakeServer, client: ServerC
     assert not client.is_stored("Another one.")
 
 
-def test_many_passages_are_sent_in_several_requests(
-    server: FakeServer, client: ServerClient
-) -> None:
+def test_many_passages_take_several_requests(server: FakeServer, client: ServerClient) -> None:
     assert client.encode([f"Passage {number}." for number in range(70)]).computed == 70
     assert [len(body["texts"]) for body in server.bodies(ENCODE)].count(32) == 2
 
 
 @pytest.mark.parametrize("mode", ["block", "full"])
-def test_answers_are_those_of_the_engine(
-    server: FakeServer, client: ServerClient, mode: Any
-) -> None:
+def test_answers_equal_the_engines(server: FakeServer, client: ServerClient, mode: Any) -> None:
     pieces: list[str] = []
     reason, stats = client.ask("How tall?", TEXTS, mode=mode, take=pieces.append, max_tokens=8)
     tokenizer = server.engine.model.tokenizer.tokenizer
@@ -90,9 +86,7 @@ def test_answers_are_those_of_the_engine(
         assert stats.prompt_tokens == expected.stats.prompt_tokens
 
 
-def test_models_without_a_chat_template_answer_completions(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_models_without_a_chat_template_answer_completions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = None
@@ -180,9 +174,7 @@ def test_invalid_addresses_are_refused(url: str, message: str) -> None:
 
 
 @pytest.mark.parametrize("adapter", [llama_index, langchain])
-def test_an_llm_of_a_server_with_another_marker_key_is_refused(
-    server: FakeServer, adapter: Any
-) -> None:
+def test_a_server_with_another_marker_key_is_refused(server: FakeServer, adapter: Any) -> None:
     server.info["marker_key"] = "0" * 16
     with pytest.raises(ServingError, match="BLOCKATTN_RAG_MARKER_KEY to the same value"):
         adapter.served_llm(server.url, api_key=KEY)
@@ -229,9 +221,7 @@ def test_configure_packs_complete_passages_for_a_server(server: FakeServer) -> N
         llama_index.configure(MockLLM())
 
 
-def test_passages_are_kept_complete_for_a_server_without_a_chat_template(
-    server: FakeServer,
-) -> None:
+def test_passages_stay_complete_for_a_server_without_a_chat_template(server: FakeServer) -> None:
     server.info["has_chat_template"] = False
     llm = llama_index.served_llm(
         server.url, api_key=KEY, tokenizer=tiny_tokenizer(chat=False), max_tokens=8,
@@ -288,9 +278,7 @@ def test_ingestion_steps_take_several_servers_and_a_journal(
 
 
 @pytest.mark.parametrize(("adapter", "name"), STEPS)
-def test_ingestion_steps_take_a_server_or_a_model(
-    server: FakeServer, adapter: Any, name: str
-) -> None:
+def test_ingestion_takes_a_server_or_a_model(server: FakeServer, adapter: Any, name: str) -> None:
     step = getattr(adapter, name)
     with pytest.raises(ValueError, match="pass server= without kv_store"):
         step(server=server.url, kv_store="kv")

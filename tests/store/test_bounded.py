@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -345,10 +346,6 @@ def test_shrink_deletes_the_least_recently_used_entries(
     assert shrink(store, 2 * SIZE).deleted == ()
     with pytest.raises(ValueError, match="must be positive"):
         shrink(store, 0)
-
-    def refuse(*args: object) -> None:
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(os, "rename", refuse)
+    monkeypatch.setattr(os, "rename", Mock(side_effect=PermissionError(13, "Permission denied")))
     with pytest.raises(StoreError, match=r"Cannot delete .*Permission denied"):
         shrink(store, 1)

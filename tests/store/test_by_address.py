@@ -10,7 +10,7 @@ import pytest
 from blockattn_rag import BlockAttentionEngine
 from blockattn_rag.llama_index import BlockKVTransform
 from blockattn_rag.model import BlockModel
-from tests.models import tiny_model, tiny_tokenizer
+from tests.models import save_model, tiny_model, tiny_tokenizer
 
 TEXTS = ["Halden Tower is 214 metres high.", "It was built in 1931.", "How high is it?"]
 
@@ -23,10 +23,7 @@ def model() -> BlockModel:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a tiny model."""
-    path = tmp_path_factory.mktemp("models") / "tiny"
-    tiny_model().save_pretrained(path)
-    tiny_tokenizer().save_pretrained(path)
-    return path
+    return save_model(tiny_model(), tmp_path_factory.mktemp("models") / "tiny")
 
 
 @pytest.mark.parametrize("kind", ["path", "file", "s3"])

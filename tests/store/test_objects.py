@@ -58,15 +58,11 @@ def test_object_store_reads_and_writes_the_layout_of_a_folder(tmp_path: Path) ->
     on_disk = DirectoryStore(tmp_path / "kv")
     on_disk.put(KEY, KV)
     objects = ObjectStore("file:///kv", backend=obstore.LocalStore(tmp_path / "kv"))
-    found = objects.get(KEY)
-    assert found is not None
-    assert same(found, KV)
+    assert same(objects.get(KEY), KV)
     other = make_kv("other")
     objects.put(other.key, other)
     assert sorted(on_disk.keys()) == sorted(objects.keys()) == sorted([KEY, other.key])
-    again = DirectoryStore(tmp_path / "kv").get(other.key)
-    assert again is not None
-    assert same(again, other)
+    assert same(DirectoryStore(tmp_path / "kv").get(other.key), other)
 
 
 def test_other_objects_are_not_listed(store: ObjectStore, backend: Any) -> None:
@@ -82,17 +78,13 @@ def test_entry_is_read_in_parts(
 ) -> None:
     store.put(KEY, KV)
     monkeypatch.setattr("blockattn_rag.store.object_client._PART_BYTES", part_bytes)
-    found = store.get(KEY)
-    assert found is not None
-    assert same(found, KV)
+    assert same(store.get(KEY), KV)
 
 
 # Maintenance
 
 
-def test_long_header_takes_a_second_read(
-    store: ObjectStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_long_headers_are_read_twice(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
     store.put(KEY, KV)
     expected = store.describe(KEY)
     monkeypatch.setattr("blockattn_rag.store.objects._HEADER_BYTES", 20)

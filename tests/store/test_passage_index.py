@@ -9,6 +9,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -67,7 +68,8 @@ def test_background_read_delays_no_prompt(tmp_path: Path, monkeypatch: pytest.Mo
     store, may_read = DirectoryStore(tmp_path), threading.Event()
     index = PassageIndex(store, refresh_s=0, in_background=True)
     names = index.sidecar.names
-    monkeypatch.setattr(index.sidecar, "names", lambda at: names(at) if may_read.wait(60) else [])
+    slow = lambda _, folder: names(folder) if may_read.wait(60) else []  # noqa: E731
+    monkeypatch.setattr(type(index.sidecar), "names", slow)
     add(PassageIndex(store), *TEXTS)
     assert found(index, *TEXTS) == []
     may_read.set()
@@ -136,11 +138,7 @@ def test_an_unreadable_index_is_logged_and_known_passages_are_kept(
     store = DirectoryStore(tmp_path)
     index = PassageIndex(store, refresh_s=0)
     add(index, TEXTS[0])
-
-    def fail(*_: object) -> list[str]:
-        raise error
-
-    monkeypatch.setattr(type(store.sidecar), "names", fail)
+    monkeypatch.setattr(type(store.sidecar), "names", Mock(side_effect=error))
     assert found(index, *TEXTS) == [TEXTS[0]]
     assert message in caplog.text
 

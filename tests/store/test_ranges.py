@@ -17,6 +17,7 @@ from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.store import DirectoryStore, MaintainedStore, ObjectStore
 from blockattn_rag.store.format import decode_part, encode, ranges
 from blockattn_rag.store.header import Header, header_end, parse_header
+from tests.store.conftest import Asked, flip_bit
 from tests.store.kvs import FLOATS, kvs, make_kv, quantized_kvs, same
 
 obstore = pytest.importorskip("obstore.store")
@@ -24,21 +25,6 @@ obstore = pytest.importorskip("obstore.store")
 KV = make_kv(tokens=40, heads=4)
 KEY = KV.key
 HEAD_BYTES = 8 << 10
-
-
-class Asked:
-    """Backend that records the requested ranges."""
-
-    def __init__(self, backend: Any) -> None:
-        self.backend = backend
-        self.ranges: list[tuple[str, int, int]] = []
-
-    def get(self, path: str, *, options: Any) -> Any:
-        self.ranges.append((path, *options["range"]))
-        return self.backend.get(path, options=options)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.backend, name)
 
 
 @pytest.fixture
@@ -100,9 +86,7 @@ def test_read_parts_reports_errors_per_entry(store: MaintainedStore, folder: Pat
     other, short = make_kv("other", tokens=40), make_kv("cut", tokens=40)
     for kv in (KV, other, short):
         store.put(kv.key, kv)
-    content = bytearray(file_of(folder).read_bytes())
-    content[100] ^= 1
-    file_of(folder).write_bytes(content)
+    flip_bit(file_of(folder), 100)
     file_of(folder, short.key).write_bytes(file_of(folder, short.key).read_bytes()[:-1])
     asked = [KEY, other.key, "0" * 64, short.key]
     damaged, sound, absent, truncated = store.read_parts(asked, head_1, HEAD_BYTES)
