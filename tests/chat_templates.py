@@ -124,9 +124,7 @@ QWEN3_THINKING = (
     + """
     {%- endif %}
 {%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|im_start|>assistant\\n' }}
-{%- endif %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}
 """
 )
 
@@ -336,12 +334,8 @@ DEEPSEEK_R1 = """
         {%- set ns.first_result = false %}
     {%- endif %}
 {%- endfor %}
-{%- if ns.after_tool %}
-    {{- '<｜tool▁outputs▁end｜>' }}
-{%- endif %}
-{%- if add_generation_prompt and not ns.after_tool %}
-    {{- '<｜Assistant｜><think>\\n' }}
-{%- endif %}
+{%- if ns.after_tool %}{{ '<｜tool▁outputs▁end｜>' }}{% endif %}
+{%- if add_generation_prompt and not ns.after_tool %}{{ '<｜Assistant｜><think>\\n' }}{% endif %}
 """
 
 GEMMA = """
@@ -356,9 +350,7 @@ GEMMA = """
     {%- set role = 'model' if message.role == 'assistant' else message.role %}
     {{- '<start_of_turn>' + role + '\\n' + message.content | trim + '<end_of_turn>\\n' }}
 {%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<start_of_turn>model\\n' }}
-{%- endif %}
+{%- if add_generation_prompt %}{{ '<start_of_turn>model\\n' }}{% endif %}
 """
 
 # The system message goes into the last message, or is dropped if that is not a user message.
@@ -423,7 +415,5 @@ PHI4 = """
         {{- '<|im_start|>' + message.role + '<|im_sep|>' + message.content + '<|im_end|>' }}
     {%- endif %}
 {%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|im_start|>assistant<|im_sep|>' }}
-{%- endif %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant<|im_sep|>' }}{% endif %}
 """

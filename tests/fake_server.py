@@ -88,20 +88,12 @@ class FakeServer:
         """Fields that override those of every report."""
         profile = profile_of(model, recipe)
         self.info: dict[str, Any] = ServerInfo(
-            fingerprint=profile.fingerprint,
-            tokenizer=profile.tokenizer,
-            sink=profile.recipe.sink,
-            adapter=profile.recipe.adapter,
-            promote=profile.recipe.promote,
-            recompute=profile.recipe.recompute,
-            block_tuned=profile.block_tuned,
-            models=(name,),
-            max_tokens=model.max_context_tokens,
-            namespace="",
-            read_only=read_only,
-            has_chat_template=self.prompts.has_chat_template,
-            marker_key=marker_key_id(),
-        ).to_dict()
+            fingerprint=profile.fingerprint, tokenizer=profile.tokenizer, sink=profile.recipe.sink,
+            adapter=profile.recipe.adapter, promote=profile.recipe.promote,
+            recompute=profile.recipe.recompute, block_tuned=profile.block_tuned, models=(name,),
+            max_tokens=model.max_context_tokens, namespace="", read_only=read_only,
+            has_chat_template=self.prompts.has_chat_template, marker_key=marker_key_id(),
+        ).to_dict()  # fmt: skip
         self.url = ""
 
     def bodies(self, path: str) -> list[Any]:
@@ -150,13 +142,9 @@ class FakeServer:
         schema = (fields.get("response_format") or {}).get("json_schema", {}).get("schema")
         options: dict[str, Any] = {"structured_outputs": {"json": schema}} if schema else {}
         answer = self.engine.generate(
-            prompt,
-            mode=mode,
-            max_new_tokens=limit,
-            temperature=fields.get("temperature", 0.0),
-            stop=fields.get("stop"),
-            **options,
-        )
+            prompt, mode=mode, max_new_tokens=limit, temperature=fields.get("temperature", 0.0),
+            stop=fields.get("stop"), **options,
+        )  # fmt: skip
         report: dict[str, Any] = {"mode": mode}
         if mode == "block":
             report |= {**answer.stats.reuse(), "recipe": answer.stats.recipe}

@@ -15,16 +15,11 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(
-    [
-        "torch",
-        "transformers.models.llama.modeling_llama",
-        "blockattn_rag.lab.training.finetune",
-        "blockattn_rag.langchain.chat",
-        "blockattn_rag.llama_index.query_engines",
-        "tests.models",
-    ]
-)
+MODULES = [
+    "torch", "transformers.models.llama.modeling_llama", "blockattn_rag.lab.training.finetune",
+    "blockattn_rag.langchain.chat", "blockattn_rag.llama_index.query_engines", "tests.models",
+]  # fmt: skip
+PROCESSES.set_forkserver_preload(MODULES)
 
 
 class Ended(NamedTuple):

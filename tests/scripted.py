@@ -6,6 +6,7 @@ are too difficult for small models.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any
@@ -58,6 +59,12 @@ def tool_model() -> BlockModel:
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = TOOL_TEMPLATE
     return tuned_model(tokenizer, max_position_embeddings=32768, num_hidden_layers=1)
+
+
+def call_of(name: str, arguments: dict[str, Any]) -> str:
+    """Return a tool call in the format of the template."""
+    call = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
+    return f"<tool_call>\n{call}\n</tool_call>"
 
 
 class ScriptedEngine(BlockAttentionEngine):

@@ -43,18 +43,12 @@ EXTRA_OF = {
 }
 # Modules that the gate does not install, and the distributions that contain them.
 NOT_INSTALLED = {
-    "fastapi": "fastapi",
-    "flash_attn.cute": "flash-attn-4",
-    "flash_attn": "flash-attn",
-    "flash_attn_interface": "flash-attn-3",
-    "prometheus_client": "prometheus-client",
-    "triton": "triton",
-    "llama_index.embeddings.huggingface": "llama-index-embeddings-huggingface",
-    "llama_cpp": "llama-cpp-python",
-    "playwright": "playwright",
-    "torchao": "torchao",
+    "fastapi": "fastapi", "flash_attn.cute": "flash-attn-4", "flash_attn": "flash-attn",
+    "flash_attn_interface": "flash-attn-3", "prometheus_client": "prometheus-client",
+    "triton": "triton", "llama_index.embeddings.huggingface": "llama-index-embeddings-huggingface",
+    "llama_cpp": "llama-cpp-python", "playwright": "playwright", "torchao": "torchao",
     "vllm": "vllm",
-}
+}  # fmt: skip
 # Only imported for a HuggingFace embedding, a screenshot of the demo page, or a comparison with
 # llama.cpp. The error message or the docstring of the script names the package to install.
 ASKED_FOR_BY_MESSAGE = {"llama-cpp-python", "llama-index-embeddings-huggingface", "playwright"}

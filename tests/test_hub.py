@@ -1,5 +1,3 @@
-"""Models given by name: mistyped paths, and unreachable hubs."""
-
 from __future__ import annotations
 
 import socket
@@ -22,13 +20,9 @@ from blockattn_rag.llama_index import BlockAttentionLLM
 from blockattn_rag.model.loading import load_config, load_model, load_tokenizer
 
 LOADERS: list[Any] = [
-    load_tokenizer,
-    load_config,
-    load_model,
-    BlockAttentionEngine.from_pretrained,
-    BlockAttentionLLM,
-    lambda name: ChatBlockAttention(model=name),
-]
+    load_tokenizer, load_config, load_model, BlockAttentionEngine.from_pretrained,
+    BlockAttentionLLM, lambda name: ChatBlockAttention(model=name),
+]  # fmt: skip
 EACH_LOADER = pytest.mark.parametrize("load", LOADERS)
 
 

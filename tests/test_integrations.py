@@ -52,12 +52,10 @@ def test_code_of_a_page_runs_and_prints_the_documented_output(page: str, tmp_pat
     code = "\n".join(blocks)
     packages = [str(folder) for folder in (ROOT / "packages").iterdir()]
     done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=tmp_path,
+        [sys.executable, "-c", code], cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *packages])},
-        capture_output=True,
-        text=True,
-    )
+        capture_output=True, text=True,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert promised(code)
     assert missing(promised(code), done.stdout) == [], done.stdout

@@ -39,12 +39,9 @@ def make(calls: Path, *arguments: str, **settings: str) -> tuple[int, str, list[
     inherited = {"TORCH_INDEX", "MAKEFLAGS", "MAKEOVERRIDES", "MFLAGS"}  # set by `make test`
     environment = {name: value for name, value in os.environ.items() if name not in inherited}
     done = subprocess.run(
-        ["make", *arguments],
-        cwd=ROOT,
-        env={**environment, "CALLS": str(calls), **settings},
-        capture_output=True,
-        text=True,
-    )
+        ["make", *arguments], cwd=ROOT, env={**environment, "CALLS": str(calls), **settings},
+        capture_output=True, text=True,
+    )  # fmt: skip
     lines = calls.read_text("utf-8").splitlines()
     return done.returncode, done.stderr, [line for line in lines if line.startswith("-m")]
 

@@ -1,5 +1,3 @@
-"""The table of models, and the script that generates it."""
-
 from __future__ import annotations
 
 import re
@@ -8,19 +6,11 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
-sys.path.append(str(ROOT / "benchmarks"))
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
-from model_table import (  # noqa: E402
-    CHECKPOINTS,
-    PAGE,
-    Row,
-    families,
-    measure,
-    measure_multimodal,
-    page,
-    share,
-)
+from model_table import CHECKPOINTS, PAGE, Row, families, measure, measure_multimodal, page, share
+
+ROOT = Path(__file__).parents[1]
 
 # Popular families with shared, latent or state layers.
 NAMED = {

@@ -52,12 +52,10 @@ def installed(wheels: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(code: str, installed: Path, folder: Path) -> str:
     """Run a program that imports the installed wheels instead of the repository. Returns stdout."""
     done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=folder,
+        [sys.executable, "-c", code], cwd=folder,
         env={**os.environ, "PYTHONPATH": str(installed), "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-    )
+        capture_output=True, text=True,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -49,9 +49,7 @@ def test_links_of_a_readme_in_a_folder_lead_to_the_repository(portable: Portable
     assert text == "[a](https://h/o/n/blob/v2.0/docs/b.md#c)"
 
 
-def test_without_an_address_the_packaged_readme_has_no_links(
-    portable: Portable,
-) -> None:
+def test_without_an_address_the_packaged_readme_has_no_links(portable: Portable) -> None:
     assert portable("![a](a.svg)[b](b.md), [d](https://d)", "", "2.0") == "b, [d](https://d)"
 
 

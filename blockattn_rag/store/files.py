@@ -140,7 +140,7 @@ def status_of(path: Path) -> os.stat_result | None:
     return None
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class FolderSidecar(Sidecar):
     """Sidecar files in a folder of a ``DirectoryStore``."""
 

@@ -114,10 +114,9 @@ def _byte_level(normalizer: Any = None, *, split: Regex | None = None) -> Tokeni
     backend.pre_tokenizer = pre_tokenizers.Sequence(steps)
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=500,
+        vocab_size=500, show_progress=False,
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
+    )  # fmt: skip
     backend.train_from_iterator(_SENTENCES, trainer)
     return backend
 

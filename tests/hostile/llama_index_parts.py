@@ -15,7 +15,6 @@ from llama_index.core.bridge.pydantic import PrivateAttr
 from llama_index.core.chat_engine import CondensePlusContextChatEngine, ContextChatEngine
 from llama_index.core.memory import ChatMemoryBuffer
 from llama_index.core.response_synthesizers import ResponseMode, get_response_synthesizer
-from llama_index.core.retrievers import BaseRetriever
 from llama_index.core.schema import MetadataMode, NodeWithScore, QueryBundle, TextNode
 
 from blockattn_rag.llama_index import BlockAttentionLLM, BlockKVPostprocessor
@@ -23,6 +22,7 @@ from blockattn_rag.prompts.blocks import BlockPrompt
 from tests.hostile.families import Family
 from tests.hostile.judge import Asked
 from tests.hostile.texts import Passage, Sample
+from tests.llama_index.conftest import Fixed
 from tests.models import shared_tiny_llama
 
 MODES = ("compact", "refine", "tree_summarize")
@@ -65,17 +65,6 @@ def recording_llm(family: Family, **fields: Any) -> RecordingLLM:
     return llm
 
 
-class FixedRetriever(BaseRetriever):
-    """Retriever that always returns the same nodes in the same order."""
-
-    def __init__(self, nodes: Sequence[TextNode]) -> None:
-        super().__init__()
-        self._nodes = nodes
-
-    def _retrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
-        return [NodeWithScore(node=node, score=1.0) for node in self._nodes]
-
-
 def nodes_of(passages: Sequence[Passage]) -> list[TextNode]:
     return [
         TextNode(text=p.text, id_=f"p{i}", metadata={"title": p.title} if p.title else {})
@@ -90,7 +79,7 @@ def canonical(nodes: Sequence[TextNode]) -> list[str]:
 
 
 def marked(nodes: Sequence[TextNode]) -> list[NodeWithScore]:
-    return BlockKVPostprocessor().postprocess_nodes(FixedRetriever(nodes).retrieve("?"))
+    return BlockKVPostprocessor().postprocess_nodes(Fixed(nodes).retrieve("?"))
 
 
 def context_of(nodes: Sequence[TextNode]) -> str:
@@ -133,12 +122,9 @@ def by_chat_engine(kind: type[Any]) -> Ask:
             chat_history=chat_history(sample), llm=llm, token_limit=10**6
         )
         engine = kind.from_defaults(
-            FixedRetriever(nodes),
-            llm=llm.answering(sample.answer),
-            memory=memory,
-            system_prompt=sample.system,
-            node_postprocessors=[BlockKVPostprocessor()],
-        )
+            Fixed(nodes), llm=llm.answering(sample.answer), memory=memory,
+            system_prompt=sample.system, node_postprocessors=[BlockKVPostprocessor()],
+        )  # fmt: skip
         engine.chat(sample.question)
         common: Any = {"sample": sample, "thoughts": sample.thoughts}
         condensing, last = llm.prompts[:-1], llm.prompts[-1:]

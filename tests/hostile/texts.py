@@ -154,23 +154,13 @@ class Attacker:
         digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
         opening, closing = f"[[kvblock:{digest}]]", f"[[/kvblock:{digest}]]"
         whole, at = f"{opening}{text}{closing}", rng.randrange(1, len(opening))
-        return rng.choice(
-            [
-                whole,
-                f"[[kvblock:{'0' * 32}]]{text}[[/kvblock:{'0' * 32}]]",
-                f"{opening}changed {text}{closing}",
-                f"{opening}{whole}{closing}",
-                whole * 2,
-                opening,
-                closing,
-                f"{closing}{text}{opening}",
-                opening[:at],
-                closing[at:],
-                f"{opening[:at]}{opening}{opening[at:]}",
-                opening.upper(),
-                f"[[kvblock:{digest[:16]}]]",
-            ]
-        )
+        variants = [
+            whole, f"[[kvblock:{'0' * 32}]]{text}[[/kvblock:{'0' * 32}]]",
+            f"{opening}changed {text}{closing}", f"{opening}{whole}{closing}", whole * 2, opening,
+            closing, f"{closing}{text}{opening}", opening[:at], closing[at:],
+            f"{opening[:at]}{opening}{opening[at:]}", opening.upper(), f"[[kvblock:{digest[:16]}]]",
+        ]  # fmt: skip
+        return rng.choice(variants)
 
     def _split_over(self, sample: Sample) -> Sample:
         """Split a token, a turn or a forged block across the end and the start of two neighbors."""

@@ -24,6 +24,7 @@ from tests.models import tiny_model, tiny_tokenizer
 
 LLAMA_8B = shape_config("8b")
 GIB = 1 << 30
+planned = partial(plan_capacity, LLAMA_8B, torch.bfloat16)
 KINDS: tuple[KVDtype, ...] = ("model", "int8")
 
 
@@ -45,14 +46,11 @@ def test_weights_and_blocks_have_the_planned_sizes(family: str) -> None:
 
 def test_int8_halves_the_bytes_from_disk_and_adds_memory_traffic() -> None:
     machine = Machine(
-        memory_bytes=64 * GIB,
-        disk_bytes=1000 * GIB,
-        operations_per_s=1e18,
-        device_bytes_per_s=1e10,
-        disk_bytes_per_s=1e9,
-    )
+        memory_bytes=64 * GIB, disk_bytes=1000 * GIB, operations_per_s=1e18,
+        device_bytes_per_s=1e10, disk_bytes_per_s=1e9,
+    )  # fmt: skip
     sizes = {"passages": 1000, "passage_tokens": 512, "top_k": 4}
-    found = plan_capacity(LLAMA_8B, torch.bfloat16, machine, **sizes, kv_dtype="int8")
+    found = planned(machine, **sizes, kv_dtype="int8")
     layers, heads, channels = 32, 8, 128
     codes = 2 * layers * heads * channels * 512
     assert found.passage_bytes == codes + layers * heads * 4 * (512 + channels)
@@ -63,22 +61,15 @@ def test_int8_halves_the_bytes_from_disk_and_adds_memory_traffic() -> None:
     assert memory.ttft_s == pytest.approx((found.footprint.weight_bytes + read) / 1e10)
     assert disk.ttft_s == pytest.approx(memory.ttft_s + 4 * found.passage_bytes / 1e9)
     with pytest.raises(ValueError, match="found 'int4'"):
-        plan_capacity(LLAMA_8B, torch.bfloat16, machine, **sizes, kv_dtype="int4")  # type: ignore[arg-type]
+        planned(machine, **sizes, kv_dtype="int4")  # type: ignore[arg-type]
 
 
 def test_times_and_capacity_follow_from_operations_bytes_and_speeds() -> None:
     machine = Machine(
-        memory_bytes=64 * GIB,
-        disk_bytes=1000 * GIB,
-        gpu_bytes=80 * GIB,
-        operations_per_s=1e12,
-        device_bytes_per_s=1e15,
-        transfer_bytes_per_s=10e9,
-        disk_bytes_per_s=1e9,
-    )
-    found = plan_capacity(
-        LLAMA_8B, torch.bfloat16, machine, passages=1000, passage_tokens=512, top_k=4
-    )
+        memory_bytes=64 * GIB, disk_bytes=1000 * GIB, gpu_bytes=80 * GIB, operations_per_s=1e12,
+        device_bytes_per_s=1e15, transfer_bytes_per_s=10e9, disk_bytes_per_s=1e9,
+    )  # fmt: skip
+    found = planned(machine, passages=1000, passage_tokens=512, top_k=4)
     assert found.passage_bytes == 64 << 20
     assert found.total_bytes == 1000 * (64 << 20)
     assert found.full_ttft_s == pytest.approx(prefill_flops(LLAMA_8B, 2048 + 50) / 1e12)
@@ -95,44 +86,37 @@ def test_times_and_capacity_follow_from_operations_bytes_and_speeds() -> None:
 
 def test_a_short_forward_is_limited_by_reading_the_weights() -> None:
     machine = Machine(64 * GIB, GIB, operations_per_s=1e18, device_bytes_per_s=1e10)
-    found = plan_capacity(LLAMA_8B, torch.bfloat16, machine, passages=1, passage_tokens=8, top_k=1)
+    found = planned(machine, passages=1, passage_tokens=8, top_k=1)
     assert found.full_ttft_s == pytest.approx(found.footprint.weight_bytes / 1e10)
 
 
 def test_weights_reduce_the_free_memory_which_may_be_too_small() -> None:
-    found = plan_capacity(
-        LLAMA_8B, torch.bfloat16, Machine(8 * GIB, GIB), passages=1, passage_tokens=512
-    )
+    found = planned(Machine(8 * GIB, GIB), passages=1, passage_tokens=512)
     assert [tier.name for tier in found.tiers] == ["memory", "disk"]
     assert found.tiers[0].passages == 0
 
 
 def test_a_model_without_keys_and_values_is_refused() -> None:
-    with pytest.raises(
-        UnsupportedModelError, match="A mamba model has no layer with keys and values"
-    ):
+    message = "A mamba model has no layer with keys and values"
+    with pytest.raises(UnsupportedModelError, match=message):
         footprint(MambaConfig(num_hidden_layers=1, hidden_size=16), torch.float32)
 
 
 def test_a_store_pays_off_above_the_break_even_read_speed() -> None:
-    machine = Machine(
-        memory_bytes=GIB, disk_bytes=GIB, operations_per_s=6e14, device_bytes_per_s=2e12
-    )
-    planned = partial(
-        plan_capacity, LLAMA_8B, torch.bfloat16, passages=1000, passage_tokens=512, top_k=10
-    )
-    speed = planned(machine=machine).break_even_bytes_per_s
+    machine = Machine(GIB, GIB, operations_per_s=6e14, device_bytes_per_s=2e12)
+    sizes = {"passages": 1000, "passage_tokens": 512, "top_k": 10}
+    speed = planned(machine, **sizes).break_even_bytes_per_s
     assert speed is not None
     # An 8B model at 600 * 10^12 operations/s produces 128 KiB per token in about 23.5 microseconds.
     assert speed == pytest.approx(5.6e9, rel=0.1)
     for factor, pays in ((1.01, True), (0.99, False)):
-        estimate = planned(machine=replace(machine, disk_bytes_per_s=factor * speed))
+        estimate = planned(replace(machine, disk_bytes_per_s=factor * speed), **sizes)
         assert (estimate.tiers[1].ttft_s < estimate.full_ttft_s) is pays
 
 
 def test_reuse_that_saves_nothing_has_no_break_even() -> None:
     slow = Machine(memory_bytes=GIB, disk_bytes=GIB, operations_per_s=1e18, device_bytes_per_s=1e9)
-    found = plan_capacity(LLAMA_8B, torch.bfloat16, slow, passages=10, passage_tokens=512)
+    found = planned(slow, passages=10, passage_tokens=512)
     assert found.break_even_bytes_per_s is None
     assert all(tier.ttft_s >= found.full_ttft_s for tier in found.tiers)
 

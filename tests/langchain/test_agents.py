@@ -1,5 +1,3 @@
-"""Agents over cached passages: LangChain's agents, graphs from its tutorials, ``RetrieveFirst``."""
-
 from __future__ import annotations
 
 from typing import Any
@@ -9,13 +7,7 @@ from langchain.agents import create_agent
 from langchain.agents.middleware import AgentMiddleware
 from langchain_core.callbacks import CallbackManagerForRetrieverRun
 from langchain_core.documents import Document
-from langchain_core.messages import (
-    AIMessage,
-    BaseMessage,
-    HumanMessage,
-    SystemMessage,
-    ToolMessage,
-)
+from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, SystemMessage, ToolMessage
 from langchain_core.retrievers import BaseRetriever
 from langchain_core.vectorstores import InMemoryVectorStore
 from langgraph.checkpoint.memory import InMemorySaver
@@ -39,7 +31,7 @@ from blockattn_rag.prompts.blocks import handle_of
 from tests.engines import tuned_model
 from tests.langchain.conftest import passages, reuse_of, scripted, tiny_block_model
 from tests.models import tiny_tokenizer
-from tests.scripted import TOOL_TEMPLATE, prompts_of
+from tests.scripted import TOOL_TEMPLATE, call_of, prompts_of
 
 QUESTION = "<|user|>\n"
 THREAD: Any = {"configurable": {"thread_id": "1"}}
@@ -63,16 +55,12 @@ def retriever() -> Numbered:
     return Numbered(documents=passages(4))
 
 
-def looking_up(query: str, name: str = "look_up") -> str:
-    return f'<tool_call>\n{{"name": "{name}", "arguments": {{"query": "{query}"}}}}\n</tool_call>'
-
-
 def steps(prompt: str) -> str:
     """Script of a model that looks up the user's question and then answers."""
     last = prompt.rpartition(QUESTION)[2].partition("<|end|>")[0]
     if last.startswith("<tool_response>"):
         return "Found it."
-    return looking_up(last.removeprefix("About "))
+    return call_of("look_up", {"query": last.removeprefix("About ")})
 
 
 def asking(text: str) -> Any:
@@ -215,9 +203,8 @@ def test_passages_remain_if_a_middleware_removes_the_question(retriever: Numbere
 
 
 def test_tool_calls_of_the_model_are_kept(retriever: Numbered) -> None:
-    chat = scripted(
-        lambda prompt: "Found it." if "<tool_response>" in prompt else looking_up("3", "retrieve")
-    )
+    call = call_of("retrieve", {"query": "3"})
+    chat = scripted(lambda prompt: "Found it." if "<tool_response>" in prompt else call)
     tool = block_retriever_tool(retriever, "retrieve", "Looks up.")
     agent = create_agent(chat, [tool], middleware=[RetrieveFirst(retriever)])
     assert agent.invoke(asking("About 2"))["messages"][-1].content == "Found it."

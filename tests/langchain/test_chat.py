@@ -1,5 +1,3 @@
-"""The chat model: methods, statistics, options and copies."""
-
 from __future__ import annotations
 
 import copy
@@ -131,12 +129,9 @@ def test_configuring_another_store_keeps_the_recipe(saved_model: Path, tmp_path:
 
 def test_from_model_id_takes_the_arguments_of_langchain_huggingface(saved_model: Path) -> None:
     chat = ChatBlockAttention.from_model_id(
-        str(saved_model),
-        task="text-generation",
-        device=-1,
-        model_kwargs={"dtype": "float32"},
+        str(saved_model), task="text-generation", device=-1, model_kwargs={"dtype": "float32"},
         pipeline_kwargs={"max_new_tokens": 4, "top_k": 3, "repetition_penalty": 1.1},
-    )
+    )  # fmt: skip
     assert (chat.model_kwargs["device"], chat.max_tokens) == ("cpu", 4)
     assert chat.generate_kwargs == {"top_k": 3, "repetition_penalty": 1.1}
     assert len(str(chat.invoke("Hello").content)) == 4
@@ -145,12 +140,9 @@ def test_from_model_id_takes_the_arguments_of_langchain_huggingface(saved_model:
         "bundled", pipeline_kwargs={**kwargs, "do_sample": True, "return_full_text": False}
     )
     named = ChatBlockAttention(
-        model="bundled",
-        max_tokens=4,
-        temperature=0.5,
-        stop=["x"],
+        model="bundled", max_tokens=4, temperature=0.5, stop=["x"],
         generate_kwargs={"top_p": 0.9, "do_sample": True},
-    )
+    )  # fmt: skip
     assert moved.engine_options(None, {}) == named.engine_options(None, {})
     with pytest.raises(ValueError, match="return_full_text"):
         ChatBlockAttention.from_model_id("bundled", pipeline_kwargs={"return_full_text": True})

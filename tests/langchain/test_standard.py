@@ -13,7 +13,7 @@ from langchain_tests.unit_tests import ChatModelUnitTests
 
 from blockattn_rag.langchain import ChatBlockAttention, format_blocks
 from tests.langchain.conftest import passages
-from tests.scripted import ScriptedEngine
+from tests.scripted import ScriptedEngine, call_of
 
 Detail = Literal[
     "audio_input", "audio_output", "reasoning_output", "cache_read_input", "cache_creation_input"
@@ -44,11 +44,6 @@ def answer_to(prompt: str) -> str:
             arguments = {k: quoted if v == "QUOTED" else v for k, v in arguments.items()}
             return call_of(name, arguments)
     return "Very well."
-
-
-def call_of(name: str, arguments: dict[str, Any]) -> str:
-    call = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
-    return f"<tool_call>\n{call}\n</tool_call>"
 
 
 class UnderTest:

@@ -1,5 +1,3 @@
-"""Chroma, embedded and as a server: ingestion, questions, batches and stale handles."""
-
 from __future__ import annotations
 
 from typing import Any
@@ -23,6 +21,7 @@ from blockattn_rag.llama_index import (
 )
 from blockattn_rag.prompts.blocks import handle_of
 from tests.llama_index.conftest import RecordingEngine
+from tests.recording import recorded
 
 EMBED = HashingEmbedding(128)
 FACTS = [
@@ -62,17 +61,10 @@ def test_nodes_are_added_in_batches_that_chroma_accepts(
     chroma_client: Any, store: ChromaVectorStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(type(chroma_client), "get_max_batch_size", lambda _: 3)
-    sizes: list[int] = []
-    add = type(store.client).add
-
-    def spy(self: Any, **kwargs: Any) -> None:
-        sizes.append(len(kwargs["ids"]))
-        add(self, **kwargs)
-
-    monkeypatch.setattr(type(store.client), "add", spy)
+    added = recorded(monkeypatch, type(store.client), "add")
     nodes = EMBED([TextNode(text=f"text {i}", id_=f"n{i}") for i in range(7)])
     assert add_nodes(store, nodes, chroma_client) == [f"n{i}" for i in range(7)]
-    assert sizes == [3, 3, 1]
+    assert [len(call.kwargs["ids"]) for call in added] == [3, 3, 1]
     assert store.client.count() == 7
 
 

@@ -1,10 +1,7 @@
-"""The ingestion step: encoding, skipping and stamping of nodes, and their embedding."""
-
 from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +11,7 @@ from llama_index.core import Document, SimpleDirectoryReader, VectorStoreIndex
 from llama_index.core.ingestion import DocstoreStrategy, IngestionCache, IngestionPipeline
 from llama_index.core.node_parser import SentenceSplitter, SentenceWindowNodeParser
 from llama_index.core.postprocessor import MetadataReplacementPostProcessor
-from llama_index.core.schema import BaseNode, ImageNode, MediaResource, MetadataMode, Node, TextNode
+from llama_index.core.schema import ImageNode, MediaResource, MetadataMode, Node, TextNode
 from llama_index.core.storage.docstore import SimpleDocumentStore
 from llama_index.core.vector_stores import SimpleVectorStore
 
@@ -32,6 +29,7 @@ from blockattn_rag.prompts.formats import BLANK_LINE
 from tests.engines import tuned_model
 from tests.llama_index.conftest import RecordingEngine, passages
 from tests.recipes import recipe_of
+from tests.recording import recorded
 
 
 def counts(transform: BlockKVTransform) -> tuple[int, int]:
@@ -118,24 +116,14 @@ def documents() -> list[Document]:
 def test_identical_ingests_run_the_transform_once(
     llm: BlockAttentionLLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sizes: list[int] = []
-    original = BlockKVTransform.__call__
-
-    def spy(self: BlockKVTransform, nodes: Sequence[BaseNode], **kwargs: Any) -> list[BaseNode]:
-        sizes.append(len(nodes))
-        return original(self, nodes, **kwargs)
-
-    monkeypatch.setattr(BlockKVTransform, "__call__", spy)
+    calls = recorded(monkeypatch, BlockKVTransform, "__call__")
     ingest = pipeline(
-        BlockKVTransform(llm=llm),
-        docstore=SimpleDocumentStore(),
-        vector_store=SimpleVectorStore(),
-        docstore_strategy=DocstoreStrategy.UPSERTS,
-        disable_cache=True,
-    )
+        BlockKVTransform(llm=llm), docstore=SimpleDocumentStore(), vector_store=SimpleVectorStore(),
+        docstore_strategy=DocstoreStrategy.UPSERTS, disable_cache=True,
+    )  # fmt: skip
     for _ in range(3):
         ingest.run(documents=documents())
-    assert [size for size in sizes if size] == [3]
+    assert [len(nodes) for _, nodes in (call.args for call in calls) if nodes] == [3]
 
 
 def test_cached_ingestion_depends_on_model_store_and_template(engine: RecordingEngine) -> None:

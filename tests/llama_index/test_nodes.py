@@ -1,5 +1,3 @@
-"""Node views, with markers only for the LLM, and the postprocessor that creates them."""
-
 from __future__ import annotations
 
 import pickle
@@ -21,12 +19,7 @@ from llama_index.core.schema import (
 from pydantic import ValidationError
 
 from blockattn_rag.adapters.handles import HANDLE_KEY
-from blockattn_rag.llama_index import (
-    BlockKVPostprocessor,
-    BlockNode,
-    as_block_node,
-    canonical_text,
-)
+from blockattn_rag.llama_index import BlockKVPostprocessor, BlockNode, as_block_node, canonical_text
 from blockattn_rag.llama_index.nodes import as_plain_node, stamp
 from blockattn_rag.prompts.blocks import handle_of
 from blockattn_rag.prompts.markers import segment, wrap

@@ -1,5 +1,3 @@
-"""All response modes and methods: complete blocks, no markers, and correct answers."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
@@ -28,13 +26,8 @@ from tests.llama_index.conftest import Call, RecordingEngine, encoded, passages
 WINDOW = 2200
 QUESTION = "What is w1x3?"
 READING = [
-    "refine",
-    "compact",
-    "tree_summarize",
-    "simple_summarize",
-    "accumulate",
-    "compact_accumulate",
-]
+    "refine", "compact", "tree_summarize", "simple_summarize", "accumulate", "compact_accumulate",
+]  # fmt: skip
 WAYS = ("sync", "async", "stream", "astream")
 FITS, OVERFLOWS = 80, 380
 NEW_TOKENS = 3

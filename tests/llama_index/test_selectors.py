@@ -1,6 +1,3 @@
-"""LlamaIndex's routers and sub-questions, which use structured output, and structured output of
-reasoning models."""
-
 from __future__ import annotations
 
 import json
@@ -28,7 +25,7 @@ from blockattn_rag.llama_index import (
 from tests.engines import tuned_model
 from tests.llama_index.conftest import Fixed, scripted
 from tests.saying import thinking_model
-from tests.scripted import ScriptedEngine
+from tests.scripted import ScriptedEngine, call_of
 
 CHOICES = [ToolMetadata("of towers", "towers"), ToolMetadata("of lakes", "lakes")]
 SELECTED = {"index": 2, "reason": "It is wet."}
@@ -38,11 +35,6 @@ SUB_QUESTIONS = {
         {"sub_question": "How deep?", "tool_name": "lakes"},
     ]
 }
-
-
-def call_of(name: str, arguments: dict[str, Any]) -> str:
-    call = json.dumps({"name": name, "arguments": arguments})
-    return f"<tool_call>\n{call}\n</tool_call>"
 
 
 def choosing(prompt: str) -> str:
@@ -100,13 +92,9 @@ def test_questions_are_split_and_answered_one_by_one() -> None:
         engine=llm.engine, max_new_tokens=300, generate_kwargs={"response_format": SubQuestionList}
     )
     engine = SubQuestionQueryEngine.from_defaults(
-        tools_of(llm),
-        llm=llm,
-        question_gen=LLMQuestionGenerator.from_defaults(llm=splitting),
-        response_synthesizer=block_response_synthesizer(llm),
-        verbose=False,
-        use_async=False,
-    )
+        tools_of(llm), llm=llm, question_gen=LLMQuestionGenerator.from_defaults(llm=splitting),
+        response_synthesizer=block_response_synthesizer(llm), verbose=False, use_async=False,
+    )  # fmt: skip
     answer = engine.query("How tall is the tower, and how deep the lake?")
     assert str(answer) == "Deep."
     assert isinstance(llm.engine, ScriptedEngine)

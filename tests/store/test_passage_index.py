@@ -68,8 +68,7 @@ def test_background_read_delays_no_prompt(tmp_path: Path, monkeypatch: pytest.Mo
     store, may_read = DirectoryStore(tmp_path), threading.Event()
     index = PassageIndex(store, refresh_s=0, in_background=True)
     names = index.sidecar.names
-    slow = lambda _, folder: names(folder) if may_read.wait(60) else []  # noqa: E731
-    monkeypatch.setattr(type(index.sidecar), "names", slow)
+    monkeypatch.setattr(index.sidecar, "names", lambda at: names(at) if may_read.wait(60) else [])
     add(PassageIndex(store), *TEXTS)
     assert found(index, *TEXTS) == []
     may_read.set()

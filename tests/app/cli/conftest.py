@@ -14,6 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from blockattn_rag.app.cli.app import app
+from blockattn_rag.app.rag.database import MANIFEST
 from blockattn_rag.model import BlockModel
 from tests.fake_server import FakeServer
 from tests.models import tiny_model, tiny_tokenizer
@@ -39,6 +40,11 @@ class Output:
 
 
 Command = Callable[..., Output]
+
+
+def change_manifest(database: Path, **changes: Any) -> None:
+    path = database / MANIFEST
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
 @pytest.fixture(scope="session")

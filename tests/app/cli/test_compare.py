@@ -72,13 +72,9 @@ def test_several_questions_end_with_medians(
     lines = cli(*compare, "--json", given="a\nb\nc\n").stdout.splitlines()
     assert len(lines) == 4
     assert json.loads(lines[-1])["medians"] == {
-        "questions": 3,
-        "equal_answers": 1,
-        "waited_s": {"block": 0.2, "full": 2.0},
-        "first_token_ratio": 10.0,
-        "answered_s": {"block": 1.2, "full": 3.0},
-        "answer_ratio": 2.5,
-    }
+        "questions": 3, "equal_answers": 1, "waited_s": {"block": 0.2, "full": 2.0},
+        "first_token_ratio": 10.0, "answered_s": {"block": 1.2, "full": 3.0}, "answer_ratio": 2.5,
+    }  # fmt: skip
     shown = cli(*compare, given="a\nb\nc\n").stdout
     rows = [" ".join(row.split()) for row in shown.split("\n")]
     medians = rows[rows.index("Medians of 3 questions") :]

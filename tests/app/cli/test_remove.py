@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -46,12 +45,10 @@ def test_folder_removes_its_files(cli: Command, database: Path, documents: Path)
 def test_files_that_were_not_ingested_are_refused(
     cli: Command, database: Path, documents: Path, tmp_path: Path
 ) -> None:
-    output = cli(
-        "remove", documents / "tower.txt", tmp_path / "other.txt", "--db", database, status=1
-    )
-    assert f"has no passages from {tmp_path / 'other.txt'}" in output.stderr
-    report = cli("remove", documents / "tower.txt", "--db", database, "--json")
-    assert json.loads(report.stdout)["removed"] == 1
+    tower, other = documents / "tower.txt", tmp_path / "other.txt"
+    output = cli("remove", tower, other, "--db", database, status=1)
+    assert f"has no passages from {other}" in output.stderr
+    assert cli("remove", tower, "--db", database, "--json").json["removed"] == 1
 
 
 def test_link_is_removed_by_name(cli: Command, database: Path, documents: Path) -> None:

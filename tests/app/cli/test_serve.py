@@ -1,5 +1,3 @@
-"""``blockattn-rag serve`` with a stand-in for vLLM."""
-
 from __future__ import annotations
 
 import itertools
@@ -18,7 +16,7 @@ from blockattn_rag import Recipe
 from blockattn_rag.app.serving import settings_of
 from blockattn_rag.model import BlockModel
 from blockattn_rag.server.protocol import OPENAI
-from tests.app.cli.conftest import Command
+from tests.app.cli.conftest import Command, change_manifest
 from tests.fake_server import FakeServer
 from tests.holding import LONGEST_S
 from tests.server.fake_vllm import FakeVllm, fake_vllm
@@ -56,11 +54,8 @@ def test_a_served_model_is_checked_and_stopped_by_a_signal(
     options = ["--port", str(port), "--", "--max-model-len", "64"]
     process = subprocess.Popen(
         [*launcher, *serve, *options],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=tmp_path,
-    )
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path,
+    )  # fmt: skip
     try:
         assert process.stdout is not None
         address, curl = process.stdout.readline(), process.stdout.readline()
@@ -108,8 +103,7 @@ def test_a_database_is_served_with_its_settings(
     monkeypatch.setenv("BLOCKATTN_RAG_HOME", str(tmp_path / "home"))
     manifest = database / "blockattn.json"
     fields = json.loads(manifest.read_text())
-    changed = {"namespace": "team", "kv_dtype": "int8", "store": str(tmp_path / "kv")}
-    manifest.write_text(json.dumps({**fields, **changed}))
+    change_manifest(database, namespace="team", kv_dtype="int8", store=str(tmp_path / "kv"))
     Recipe("head:2").save(database / "recipe")
     output = cli(
         "serve", "--db", database, "--port", port, "--sources", "--", "--die", "now", status=1
@@ -119,11 +113,11 @@ def test_a_database_is_served_with_its_settings(
     found = dict(itertools.pairwise(options))
     extra = "--kv-transfer-config.kv_connector_extra_config"
     assert found["--model"] == fields["model"]
-    assert json.loads(found[f"{extra}.store"]) == str(tmp_path / "kv")
-    assert json.loads(found[f"{extra}.recipe"]) == "head:2"
-    assert json.loads(found[f"{extra}.namespace"]) == "team"
-    assert json.loads(found[f"{extra}.kv_dtype"]) == "int8"
-    assert json.loads(found[f"{extra}.recognize"]) == "sources"
+    for name, value in (
+        ("store", str(tmp_path / "kv")), ("recipe", "head:2"), ("namespace", "team"),
+        ("kv_dtype", "int8"), ("recognize", "sources"),
+    ):  # fmt: skip
+        assert json.loads(found[f"{extra}.{name}"]) == value
     manifest.write_text(json.dumps(fields))
     assert settings_of(database).store == str(database / "kv")
 
@@ -160,8 +154,7 @@ def test_wrong_arguments_are_refused_before_vllm_starts(
 def test_a_database_ingested_through_a_server_is_refused(
     cli: Command, vllm: FakeVllm, database: Path
 ) -> None:
-    manifest = database / "blockattn.json"
-    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "server": "http://gpu"}))
+    change_manifest(database, server="http://gpu")
     output = cli("serve", "--db", database, status=1)
     assert "uses the server http://gpu" in output.stderr
 

@@ -1,15 +1,11 @@
-"""``ingest`` and ``ask`` through a server."""
-
 from __future__ import annotations
 
-import json
 from pathlib import Path
-
-import pytest
+from unittest.mock import patch
 
 from blockattn_rag.model import BlockModel
 from blockattn_rag.server.protocol import ENCODE
-from tests.app.cli.conftest import Command
+from tests.app.cli.conftest import Command, change_manifest
 from tests.fake_server import CHATS, FakeServer
 from tests.recipes import recipe_of
 
@@ -51,15 +47,11 @@ def test_several_servers_share_an_ingestion_and_a_stopped_one_is_skipped(
 
 
 def test_an_interrupted_ingestion_is_resumed_from_its_journal(
-    ingest: Command, server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ingest: Command, server: FakeServer, tmp_path: Path
 ) -> None:
     journal, command = tmp_path / "db" / "journal", ("--server", server.url, "--json")
-
-    def interrupt(*_: object) -> None:
-        raise OSError("The disk is full")
-
-    with monkeypatch.context() as interrupted:
-        interrupted.setattr("blockattn_rag.app.rag.ingest.synchronize", interrupt)
+    full = OSError("The disk is full")
+    with patch("blockattn_rag.app.rag.ingest.synchronize", side_effect=full):
         ingest(*command, status=1)
     assert [*journal.iterdir()]
     sent = len(server.bodies(ENCODE))
@@ -88,7 +80,6 @@ def test_a_recipe_that_differs_from_the_servers_is_refused(
 
 
 def test_repair_needs_a_local_model(cli: Command, database: Path, server: FakeServer) -> None:
-    path = database / "blockattn.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "servers": [server.url]}))
+    change_manifest(database, servers=[server.url])
     output = cli("repair", "--db", database, status=1)
     assert "requires a model in this process: pass --model" in output.stderr

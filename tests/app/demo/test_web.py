@@ -6,6 +6,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import httpx
 import pytest
@@ -73,11 +74,7 @@ def test_untrusted_texts_are_escaped(database: Database) -> None:
 
 
 def test_an_error_is_shown_and_escaped(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
-    race = Race(database, top_k=2)
-
-    def broken(*_: object, **__: object) -> None:
-        raise ValueError("no <b>question</b>")
-
+    race, broken = Race(database, top_k=2), Mock(side_effect=ValueError("no <b>question</b>"))
     monkeypatch.setattr(race.assistant, "ask", broken)
     assert "Error:</b> no &lt;b&gt;question" in shown(race, "Halden Tower")[-1].passages
 

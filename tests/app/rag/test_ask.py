@@ -1,11 +1,9 @@
-"""Questions to a database: prompts, history, and answers despite failures of the store."""
-
 from __future__ import annotations
 
 import logging
 import shutil
 from pathlib import Path
-from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -15,8 +13,8 @@ from blockattn_rag.app.rag.database import Database, Manifest
 from blockattn_rag.app.rag.documents import load_documents
 from blockattn_rag.app.rag.ingest import ingest_documents
 from blockattn_rag.app.rag.passages import retriever
-from blockattn_rag.prompts.blocks import BlockPrompt
 from tests.holding import FEW, holding
+from tests.recording import recorded
 
 
 @pytest.fixture
@@ -48,20 +46,6 @@ def test_a_store_that_fails_after_ingestion_only_causes_a_warning(
     assert len([one for one in caplog.records if one.name == "blockattn_rag.app.rag"]) == 1
 
 
-@pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[BlockPrompt]:
-    """Prompts that reach the engine."""
-    prompts: list[BlockPrompt] = []
-    original = BlockAttentionEngine.stream
-
-    def stream(self: BlockAttentionEngine, prompt: Any, **options: Any) -> Any:
-        prompts.append(prompt)
-        return original(self, prompt, **options)
-
-    monkeypatch.setattr(BlockAttentionEngine, "stream", stream)
-    return prompts
-
-
 def test_question_must_be_valid_text(database: Database) -> None:
     assistant = Assistant(database, max_new_tokens=2, top_k=1)
     with pytest.raises(ValueError, match="Invalid UTF-8 in the question, after 2 characters"):
@@ -69,8 +53,9 @@ def test_question_must_be_valid_text(database: Database) -> None:
 
 
 def test_earlier_turns_follow_the_passages_which_remain_hits(
-    database: Database, asked: list[BlockPrompt]
+    database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    asked = recorded(monkeypatch, BlockAttentionEngine, "stream")
     assistant = Assistant(database, max_new_tokens=2, top_k=1)
     first = assistant.ask("How high is Halden Tower?")
     turns = [Turn("How high is Halden Tower?", "214 metres.")]
@@ -80,17 +65,15 @@ def test_earlier_turns_follow_the_passages_which_remain_hits(
     [found], [alone] = second.sources, assistant.ask("Why?").sources
     assert (found.score or 0) > (alone.score or 0)  # the query contains the previous question
     assert second.stats.misses == 0
-    assert asked[1].context == asked[0].context
-    assert "A: 214 metres.\n\nThis question: Why?" in asked[1].final
+    before, after, _ = (call.args[1] for call in asked)
+    assert after.context == before.context
+    assert "A: 214 metres.\n\nThis question: Why?" in after.final
     assert 0 < second.stats.ttft_s <= second.waited_s
 
 
 def test_stopped_answer_frees_the_model(database: Database) -> None:
     assistant = Assistant(database, max_new_tokens=2000)
-
-    def stop(text: str) -> None:
-        raise KeyboardInterrupt
-
+    stop = Mock(side_effect=KeyboardInterrupt)
     with holding() as held:
         held.let_go(FEW)
         with pytest.raises(KeyboardInterrupt):

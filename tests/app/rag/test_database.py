@@ -1,5 +1,3 @@
-"""The database behind the command line: retrieval, settings and recipes."""
-
 from __future__ import annotations
 
 import json
@@ -33,13 +31,9 @@ def test_finds_nearest_passages_in_any_graph(model: Path, tmp_path: Path) -> Non
 def test_settings_survive_reopening_the_database(model: Path, tmp_path: Path) -> None:
     folder = tmp_path / "db"
     settings = Manifest(
-        str(model),
-        namespace="one",
-        recipe="head:2",
-        dtype="bfloat16",
-        kv_dtype="int8",
+        str(model), namespace="one", recipe="head:2", dtype="bfloat16", kv_dtype="int8",
         store=f"file://{tmp_path}/elsewhere",
-    )
+    )  # fmt: skip
     for database in (Database.create(folder, settings), Database.open(folder)):
         engine = database.engine
         assert (engine.access.namespace, engine.recipe.sink) == ("one", "head:2")

@@ -51,19 +51,14 @@ def test_rows_compare_a_recipe_and_fast_with_full_mode(
     engine = BlockAttentionEngine(model, recipe="head:4+recompute:1", resident_bytes=0)
     ticks: list[tuple[int, int]] = []
     report = evaluate_collection(
-        engine,
-        asked_of(engine, samples),
-        max_new_tokens=NEW,
+        engine, asked_of(engine, samples), max_new_tokens=NEW,
         on_progress=lambda *tick: ticks.append(tick),
-    )
+    )  # fmt: skip
     assert ticks == [(done, 3) for done in range(4)]
     full, exact, fast, bare = report.rows
     assert [row.name for row in report.rows] == [
-        "full",
-        "head:4+recompute:1",
-        "fast",
-        "closed-book",
-    ]
+        "full", "head:4+recompute:1", "fast", "closed-book",
+    ]  # fmt: skip
     assert (full.right, full.kept, report.with_answers) == (3, 3, 3)
     # Block mode equals full mode if all tokens are recomputed.
     assert exact.agreement == Interval(1, 1, 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,14 +18,14 @@ from blockattn_rag.lab.evaluation.accuracy import make_prompt
 from blockattn_rag.lab.evaluation.datasets import EvaluationSample, read_samples
 from blockattn_rag.lab.evaluation.fidelity import (
     FidelityReport,
-    full_answer,
     measure_fidelity,
     read_log,
 )
-from blockattn_rag.prompts import CHAT, BlockPrompt
+from blockattn_rag.prompts import CHAT
 from blockattn_rag.prompts.sinks import sink_ids
 from tests.engines import tuned_engine
 from tests.lab.evaluation.samples import record, write_jsonl
+from tests.recording import recorded
 
 NEW = 4
 PROMPTS = [["You answer.\n", f"Tower {n} is {n}00 metres high.\n", f"How high is {n}?"]
@@ -41,18 +42,26 @@ def samples(tmp_path: Path) -> list[EvaluationSample]:
     return read_samples(write_jsonl(tmp_path / "d.jsonl", map(record, range(1, 4))))
 
 
-def measure(
-    engine: BlockAttentionEngine, samples: list[EvaluationSample], *recipes: str, **options: object
-) -> FidelityReport:
-    return measure_fidelity(engine, samples, recipes, max_new_tokens=NEW, **options)  # type: ignore[arg-type]
+Measure = Callable[..., FidelityReport]
+
+
+@pytest.fixture
+def measure(engine: BlockAttentionEngine, samples: list[EvaluationSample]) -> Measure:
+    """Function that measures recipes with ``engine`` and ``samples``, unless others are given."""
+
+    def run(*recipes: str, **options: Any) -> FidelityReport:
+        given: dict[str, Any] = {"engine": engine, "samples": samples, **options}
+        return measure_fidelity(recipes=recipes, max_new_tokens=NEW, **given)
+
+    return run
 
 
 @pytest.mark.parametrize("sink", ["none", "head:4"])
 def test_divergence_and_agreement_equal_the_oracle(
-    engine: BlockAttentionEngine, samples: list[EvaluationSample], sink: str
+    engine: BlockAttentionEngine, samples: list[EvaluationSample], measure: Measure, sink: str
 ) -> None:
     model = engine.model
-    report = measure(engine, samples, sink)
+    report = measure(sink)
     for sample, found in zip(samples, report.records[len(samples) :], strict=True):
         prompt = make_prompt(engine, CHAT, sample)
         ids = model.tokenizer.prompt_ids(prompt)
@@ -74,10 +83,8 @@ def test_divergence_and_agreement_equal_the_oracle(
         assert found.tokens == len(answer)
 
 
-def test_the_floor_only_contains_rounding_errors(
-    engine: BlockAttentionEngine, samples: list[EvaluationSample]
-) -> None:
-    report = measure(engine, samples, "none", "head:4", closed_book=True)
+def test_the_floor_only_contains_rounding_errors(measure: Measure) -> None:
+    report = measure("none", "head:4", closed_book=True)
     assert [row.mode for row in report.results] == ["floor", "none", "head:4", "closed-book"]
     assert report["floor"].kl.high < 1e-8
     assert (report["floor"].agreement.mean, report["floor"].identical.mean) == (1, 1)
@@ -92,45 +99,43 @@ def test_the_floor_only_contains_rounding_errors(
 
 
 def test_modes_without_passages_are_equal(
-    engine: BlockAttentionEngine, samples: list[EvaluationSample]
+    measure: Measure, samples: list[EvaluationSample]
 ) -> None:
     bare = [replace(sample, passages=()) for sample in samples]
-    report = measure(engine, bare, "none", "head:4")
+    report = measure("none", "head:4", samples=bare)
     assert [row.recovery for row in report.results] == [None] * 3
     assert report["head:4"].kl.high < 1e-8
 
 
 def test_the_recipe_of_the_engine_is_ignored(
-    engine: BlockAttentionEngine, samples: list[EvaluationSample]
+    engine: BlockAttentionEngine, measure: Measure
 ) -> None:
     sunk = BlockAttentionEngine(engine.model, recipe="head:4")
     recipes = ("none", "head:4")
-    assert measure(sunk, samples, *recipes).records == measure(engine, samples, *recipes).records
+    assert measure(*recipes, engine=sunk).records == measure(*recipes).records
 
 
 def test_int8_engines_are_measured_with_their_rounding(
-    engine: BlockAttentionEngine, samples: list[EvaluationSample]
+    engine: BlockAttentionEngine, measure: Measure
 ) -> None:
     half = BlockAttentionEngine(engine.model, recipe="none", kv_dtype="int8")
-    plain, rounded = (measure(one, samples, "none") for one in (engine, half))
+    plain, rounded = (measure("none", engine=one) for one in (engine, half))
     difference = abs(plain["none"].kl.mean - rounded["none"].kl.mean)
     assert 0 < difference < 0.1 * plain["none"].kl.mean
     assert rounded.settings["kv_dtype"] == "int8"
 
 
-def test_recovery_needs_a_measurement_of_plain_block_mode(
-    engine: BlockAttentionEngine, samples: list[EvaluationSample]
-) -> None:
-    assert measure(engine, samples, "bos")["bos"].recovery is None
+def test_recovery_needs_a_measurement_of_plain_block_mode(measure: Measure) -> None:
+    assert measure("bos")["bos"].recovery is None
 
 
 def test_an_interrupted_comparison_resumes(
-    engine: BlockAttentionEngine,
+    measure: Measure,
     samples: list[EvaluationSample],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    expected = measure(engine, samples, "none")
+    expected = measure("none")
     path = tmp_path / "records.jsonl"
 
     def stop(done: int, total: int) -> None:
@@ -138,51 +143,43 @@ def test_an_interrupted_comparison_resumes(
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        measure(engine, samples, "none", records_path=path, on_progress=stop)
-    asked: list[str] = []
-
-    def noted(of: BlockAttentionEngine, prompt: BlockPrompt, limit: int) -> Any:
-        asked.append(prompt.final)
-        return full_answer(of, prompt, limit)
-
-    monkeypatch.setattr(fidelity, "full_answer", noted)
-    resumed = measure(engine, samples, "none", records_path=path)
+        measure("none", records_path=path, on_progress=stop)
+    asked = recorded(monkeypatch, fidelity, "full_answer")
+    resumed = measure("none", records_path=path)
     assert len(asked) == 1
     assert resumed.records == expected.records
-    more = measure(engine, samples, "none", "bos", records_path=path)
+    more = measure("none", "bos", records_path=path)
     assert len(asked) == 4  # only the new recipe is run, against the recorded answers of full mode
     assert more.records[: len(resumed.records)] == resumed.records
     with pytest.raises(DataError, match="other settings"):
-        measure(engine, samples, "none", records_path=path, settings={"data": "other"})
+        measure("none", records_path=path, settings={"data": "other"})
     changed = [EvaluationSample("q1", "Another question?", (), samples[0].passages)]
     with pytest.raises(DataError, match="other questions"):
-        measure(engine, changed, "none", records_path=path)
+        measure("none", samples=changed, records_path=path)
 
 
 def test_records_of_a_different_recipe_with_the_same_name_are_refused(
-    engine: BlockAttentionEngine, samples: list[EvaluationSample], tmp_path: Path
+    measure: Measure, tmp_path: Path
 ) -> None:
     path, folder = tmp_path / "records.jsonl", tmp_path / "recipe"
     Recipe("bos").save(folder)
-    measure(engine, samples, "none", str(folder), records_path=path)
-    measure(engine, samples, str(folder), records_path=path)
+    measure("none", str(folder), records_path=path)
+    measure(str(folder), records_path=path)
     Recipe("head:4").save(folder)
     with pytest.raises(DataError, match="with another recipe"):
-        measure(engine, samples, str(folder), records_path=path)
-    measure(engine, samples, "none", records_path=path)
+        measure(str(folder), records_path=path)
+    measure("none", records_path=path)
 
 
-def test_empty_runs_are_refused(
-    engine: BlockAttentionEngine, samples: list[EvaluationSample]
-) -> None:
+def test_empty_runs_are_refused(measure: Measure) -> None:
     for recipes in (("none", "none"), ("full",), ("closed-book", "none")):
         with pytest.raises(ValueError, match="expected distinct names other than 'full'"):
-            measure(engine, samples, *recipes)
+            measure(*recipes)
     for recipe in ("blocks", "sink=head:4"):
         with pytest.raises(ValueError, match="Found no recipe at"):
-            measure(engine, samples, recipe)
+            measure(recipe)
     with pytest.raises(ValueError, match="at least one sample"):
-        measure(engine, [], "none")
+        measure("none", samples=[])
 
 
 def test_an_answer_that_exceeds_the_context_window_is_refused(engine: BlockAttentionEngine) -> None:

@@ -47,10 +47,8 @@ def material(model: BlockModel, **changes: Any) -> Material:
     tokenizer = model.tokenizer.tokenizer
     settings: dict[str, Any] = {
         "prompt": lambda question, passages: CHAT.prompt(question, passages, tokenizer),
-        "prompt_format": "chat",
-        "questions": QUESTIONS,
-        **changes,
-    }
+        "prompt_format": "chat", "questions": QUESTIONS, **changes,
+    }  # fmt: skip
     return Material(**settings)
 
 

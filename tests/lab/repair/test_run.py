@@ -12,6 +12,7 @@ from dataclasses import replace
 from itertools import chain, count, repeat
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -46,6 +47,7 @@ from tests.lab.repair.runs import (
     run_and_die,
 )
 from tests.models import tiny_model, tiny_tokenizer
+from tests.recording import recorded
 
 SPEEDS = Repair.speeds
 NAMES = ["none", "head:4", "head:4 + closed form", "head:4 + trained"]
@@ -78,8 +80,7 @@ class Finished(NamedTuple):
 @pytest.fixture(scope="module")
 def finished(model: BlockModel, tmp_path_factory: pytest.TempPathFactory) -> Finished:
     output = tmp_path_factory.mktemp("finished") / "recipe"
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Repair, "speeds", lambda *_: FAST)
+    with patch.object(Repair, "speeds", lambda *_: FAST):
         return Finished(output, repaired(model, output))
 
 
@@ -170,17 +171,10 @@ class TestResult:
         own_code = tiny_model("falcon", new_decoder_architecture=True, num_kv_heads=2, alibi=False)
         falcon = BlockModel(own_code, tiny_tokenizer(), name="tiny")
         assert not falcon.supports_relay
-        planned: list[int] = []
-        for_time = RepairPlan.for_time
-
-        def noting(*args: Any, recipes: int, **options: Any) -> RepairPlan:
-            planned.append(recipes)
-            return for_time(*args, recipes=recipes, **options)
-
-        monkeypatch.setattr(RepairPlan, "for_time", noting)
+        planned = recorded(monkeypatch, RepairPlan, "for_time")
         report = repaired(falcon, output).report
         names = [candidate["name"] for candidate in report["candidates"]]
-        assert planned == [5]
+        assert [call.kwargs["recipes"] for call in planned] == [5]
         assert len(names) <= 5
         assert names[:3] == NAMES[:3]
         assert names[-1].endswith(" + promote 1")
@@ -256,21 +250,15 @@ class TestMaterial:
         every = material(model).prompt("?", PASSAGES).context
         engine.precompute(every, as_prompt=True)
         before = set(lender.keys())
-        computed: list[tuple[int, ...]] = []
-        encode = model.encode
-
-        def noting(requests: Any, **options: Any) -> Any:
-            computed.extend(tuple(one.sink_ids) for one in requests if one.sink_ids)
-            return encode(requests, **options)
-
-        monkeypatch.setattr(model, "encode", noting)
+        encoded = recorded(monkeypatch, model, "encode")
         monkeypatch.setattr(
             stages, "fit_correction", lambda m, *_, **k: no_correction(m, k["sink"])
         )
         repaired(model, output, lender=lender, namespace="tenant")
         assert set(lender.keys()) == before
         # No passage was encoded again with the lender's sink. Recomputation uses a different sink.
-        assert not [ids for ids in computed if len(ids) == 4]
+        requests = [request for call in encoded for request in call.args[0]]
+        assert not [request for request in requests if len(request.sink_ids) == 4]
 
     def test_rounded_lender_blocks_are_not_used(self, model: BlockModel, tmp_path: Path) -> None:
         lender = MemoryStore(1 << 26)
@@ -367,10 +355,7 @@ class TestChecks:
         slow = Speeds(answer=33.0, encode=25.0, fetch=25.0, step=20.0)
         monkeypatch.setattr(Repair, "speeds", lambda *_: slow)
 
-        def begins(*_: Any) -> None:
-            raise InterruptedError
-
-        monkeypatch.setattr(stages, "write_questions", begins)
+        monkeypatch.setattr(stages, "write_questions", fails)
         asked: dict[str, Any] = {"questions": None, "passages": PASSAGES, "nearest": nearest}
         output = tmp_path / "recipe"
         with pytest.raises(DataError, match=r"found 10 minutes, expected at least (\d+)") as raised:
@@ -388,14 +373,7 @@ class TestChecks:
     def test_speeds_are_measured_with_short_prompts(
         self, model: BlockModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        lengths: list[int] = []
-        compute = Teacher.compute
-
-        def noting(self: Any, batch: Any) -> Any:
-            lengths.extend(map(len, batch))
-            return compute(self, batch)
-
-        monkeypatch.setattr(Teacher, "compute", noting)
+        computed = recorded(monkeypatch, Teacher, "compute")
         monkeypatch.setattr(Repair, "speeds", SPEEDS)
         long = [replace(one, text=one.text + 90 * " more") for one in PASSAGES]
         asked = replace(QUESTIONS[0], passages=tuple(long[:5]))
@@ -406,6 +384,7 @@ class TestChecks:
             assert min(found.answer, found.encode, found.step) > 0
         prompt = material(model).prompt(asked.text, asked.passages)
         complete = len(model.tokenizer.prompt_ids(prompt).flat)
+        lengths = [len(ids) for call in computed for ids in call.args[1]]
         warm_up, measured = lengths[:2]
         assert lengths == [warm_up, measured] * 2
         assert warm_up < 0.8 * measured < 0.5 * complete
@@ -417,6 +396,10 @@ class TestChecks:
         monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
         with pytest.raises(OSError, match=r"Found 0.0 GB free .* of 6 passages"):
             repaired(model, tmp_path / "recipe", passages=PASSAGES)
+
+
+def fails(*_: Any, **__: Any) -> None:
+    raise InterruptedError
 
 
 class TestInterruption:
@@ -441,13 +424,8 @@ class TestInterruption:
     def test_finished_stages_are_not_repeated(
         self, model: BlockModel, output: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        def fails(*_: Any, **__: Any) -> None:
-            raise InterruptedError
-
-        with monkeypatch.context() as patched:
-            patched.setattr(Recipe, "save", fails)
-            with pytest.raises(InterruptedError):
-                repaired(model, output)
+        with patch.object(Recipe, "save", fails), pytest.raises(InterruptedError):
+            repaired(model, output)
         for owner, name in ((Teacher, "compute"), (Comparer, "compare")):
             monkeypatch.setattr(owner, name, fails)
         for name in ("fit_correction", "train_correction"):
@@ -463,36 +441,25 @@ class TestInterruption:
         ],
     )
     def test_resuming_with_different_inputs_is_refused(
-        self,
-        model: BlockModel,
-        output: Path,
-        monkeypatch: pytest.MonkeyPatch,
-        changes: dict[str, Any],
-        message: str,
+        self, model: BlockModel, output: Path, changes: dict[str, Any], message: str
     ) -> None:
-        with monkeypatch.context() as patched:
-            patched.setattr(Repair, "closed_form", lambda *_: 1 / 0)
-            with pytest.raises(ZeroDivisionError):
-                repaired(model, output)
+        with patch.object(Repair, "closed_form", fails), pytest.raises(InterruptedError):
+            repaired(model, output)
         with pytest.raises(DataError, match=f"other settings: {message}") as raised:
             repaired(model, output, **changes)
         assert "or delete that folder to start again" in str(raised.value)
 
     def test_different_minutes_are_refused_once_there_is_a_plan(
-        self, model: BlockModel, output: Path, monkeypatch: pytest.MonkeyPatch
+        self, model: BlockModel, output: Path
     ) -> None:
-        with monkeypatch.context() as patched:
-            patched.setattr(Repair, "speeds", lambda *_: Speeds(60.0, 60.0, 60.0, 60.0))
-            with pytest.raises(DataError, match="too little time"):
-                repaired(model, output, minutes=5)
+        slow = patch.object(Repair, "speeds", lambda *_: Speeds(60.0, 60.0, 60.0, 60.0))
+        with slow, pytest.raises(DataError, match="too little time"):
+            repaired(model, output, minutes=5)
         assert not output.with_name("recipe.work").exists()
-        with monkeypatch.context() as patched:
-            patched.setattr(Repair, "closed_form", lambda *_: 1 / 0)
-            with pytest.raises(ZeroDivisionError):
-                repaired(model, output, minutes=20)
-        with pytest.raises(
-            DataError, match="repair of 20 minutes, but --minutes is 30: pass the same"
-        ):
+        with patch.object(Repair, "closed_form", fails), pytest.raises(InterruptedError):
+            repaired(model, output, minutes=20)
+        message = "repair of 20 minutes, but --minutes is 30: pass the same"
+        with pytest.raises(DataError, match=message):
             repaired(model, output, minutes=30)
 
     def test_after_too_little_time_more_minutes_allow_more_questions(

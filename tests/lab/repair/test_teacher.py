@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -25,6 +24,7 @@ from blockattn_rag.model import BlockModel
 from blockattn_rag.prompts.formats import CHAT
 from tests.lab.repair.runs import PASSAGES, PROMPT, block_model
 from tests.models import tiny_tokenizer
+from tests.recording import recorded
 
 # Different lengths, so that batches contain padding.
 PROMPTS = [CHAT.prompt(f"{n}?" * n, PASSAGES[:n], tiny_tokenizer()) for n in (1, 2, 5)]
@@ -38,15 +38,8 @@ def model() -> BlockModel:
 @pytest.fixture
 def answered(model: BlockModel, monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
     """Function that returns how many prompts were computed."""
-    counts: list[int] = []
-    compute = Teacher.compute
-
-    def counted(teacher: Teacher, batch: Any) -> Any:
-        counts.append(len(batch))
-        return compute(teacher, batch)
-
-    monkeypatch.setattr(Teacher, "compute", counted)
-    return lambda: sum(counts)
+    calls = recorded(monkeypatch, Teacher, "compute")
+    return lambda: sum(len(call.args[1]) for call in calls)
 
 
 def silent(done: int, total: int) -> None: ...

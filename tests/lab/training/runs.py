@@ -44,19 +44,11 @@ def write_data(file: Path, count: int = 4, seed: int = 0) -> Path:
 def settings(folder: Path, output: str = "out", **changes: Any) -> dict[str, Any]:
     """Return arguments of a quick ``FinetuneConfig`` for the model and the data in ``folder``."""
     return {
-        "model": str(folder / "model"),
-        "output": str(folder / output),
-        "train_data": [str(folder / "train.jsonl")],
-        "prompt_format": "turborag",
-        "learning_rate": 1e-3,
-        "batch_size": 4,
-        "per_device_batch_size": 2,
-        "warmup_steps": 2,
-        "epochs": 2.0,
-        "save_steps": 4,
-        "progress": False,
-        **changes,
-    }
+        "model": str(folder / "model"), "output": str(folder / output),
+        "train_data": [str(folder / "train.jsonl")], "prompt_format": "turborag",
+        "learning_rate": 1e-3, "batch_size": 4, "per_device_batch_size": 2, "warmup_steps": 2,
+        "epochs": 2.0, "save_steps": 4, "progress": False, **changes,
+    }  # fmt: skip
 
 
 def config(arguments: dict[str, Any]) -> FinetuneConfig:

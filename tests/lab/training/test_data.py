@@ -24,12 +24,10 @@ from tests.models import tiny_tokenizer
 MESSAGES: dict[str, Any] = {
     "messages": [
         {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "Hi"},
-        {"role": "assistant", "content": "Hello"},
-        {"role": "user", "content": "Bye"},
-        {"role": "assistant", "content": "So long"},
+        {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"},
+        {"role": "user", "content": "Bye"}, {"role": "assistant", "content": "So long"},
     ]
-}
+}  # fmt: skip
 BLOCKS: dict[str, Any] = {"blocks": ["a is 1. ", "b is 2. "], "prompt": "b is", "response": " 2"}
 PASSAGES: dict[str, Any] = {
     "question": "Where?",
