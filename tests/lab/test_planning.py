@@ -3,6 +3,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -104,7 +105,7 @@ def test_a_model_without_keys_and_values_is_refused() -> None:
 
 def test_a_store_pays_off_above_the_break_even_read_speed() -> None:
     machine = Machine(GIB, GIB, operations_per_s=6e14, device_bytes_per_s=2e12)
-    sizes = {"passages": 1000, "passage_tokens": 512, "top_k": 10}
+    sizes: Any = {"passages": 1000, "passage_tokens": 512, "top_k": 10}
     speed = planned(machine, **sizes).break_even_bytes_per_s
     assert speed is not None
     # An 8B model at 600 * 10^12 operations/s produces 128 KiB per token in about 23.5 microseconds.
