@@ -48,7 +48,7 @@ def test_answers_and_counts_equal_those_of_the_local_engine(
 ) -> None:
     # Another file may have stored the usual system text on this server.
     texts = (reference.case(11).texts, reference.case(12, records=2).texts)
-    for case in (reference.case_of((f"Read these {mode}s.\n", *own[1:])) for own in texts):
+    for case in (reference.case_of((f"Read in {mode} mode.\n", *own[1:])) for own in texts):
         for _ in range(2):
             answer = server.ask(case.body(min_tokens=0, blockattn={"mode": mode}))
             assert_same(answer, local.generate(case.prompt, mode=mode, max_new_tokens=TOKENS))
