@@ -8,7 +8,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from blockattn_rag.model import block_model, relay_attention
+from blockattn_rag.model import block_model, context_model, relay_attention
 from blockattn_rag.prompts.markers import wrap
 from blockattn_rag.store import DirectoryStore, MemoryStore
 from tests.adapters.frameworks import EACH, Framework
@@ -46,7 +46,7 @@ def test_the_first_question_does_not_measure_the_model(
         monkeypatch.setattr(relay_attention, name, refuse)
     for name in ("fingerprint_of", "AnswerRules"):
         monkeypatch.setattr(block_model, name, refuse)
-    monkeypatch.setattr(block_model, "profile_attention", refuse)
+    monkeypatch.setattr(context_model, "profile_attention", refuse)
     question = "".join(map(wrap, TEXTS)) + "Which is deep?"
     reuse = framework.ask(chat, "whole", question).reuse
     assert reuse["reused_tokens"] > 0
