@@ -186,10 +186,10 @@ def test_nothing_is_encoded_for_an_unwritable_store(
         for one in blocks[:3]:
             with pytest.raises(ServingError, match="not stored within"):
                 await ensurer.ensure([one], must_store=True)
-        told = len(client.asked)
+        asked = len(client.asked)
         with pytest.raises(ServingError, match="Several blocks in a row could not be stored"):
             await ensurer.ensure(blocks[:1], must_store=True)
-        assert len(client.asked) == told
+        assert len(client.asked) == asked
         monkeypatch.setattr(store, "put", put)
         now[0] = 31.0
         return await ensurer.ensure(blocks[:1]) | await ensurer.ensure(blocks[1:2])

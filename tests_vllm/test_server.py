@@ -230,10 +230,10 @@ def test_counts_are_exported_to_prometheus(server: Server) -> None:
     for name in ("answers", "loaded_tokens", "loads", "saved_blocks", "loaded_bytes"):
         assert server.counted(f"vllm:blockattn_{name}_total") > 0
     assert server.counted("vllm:blockattn_tier_hits_total") > 0
-    told = server.http.get("/metrics").text
+    metrics = server.http.get("/metrics").text
     for path in (COMPLETIONS, CHATS, ENCODE):
         for status in (200, 400) if path != CHATS else (200,):
-            assert f'blockattn_requests_total{{path="{path}",status="{status}"}}' in told
+            assert f'blockattn_requests_total{{path="{path}",status="{status}"}}' in metrics
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", COMPLETIONS, ENCODE])
@@ -258,6 +258,6 @@ def test_errors_of_a_step_are_logged_without_tokens(reference: Reference) -> Non
     case = reference.case(2)
     plan = BlockPlan("complete", case.lengths)
     orders = Orders([Load("one", plan, case.ids, [[7]], 0)], saves=[Save("two", plan, case.ids)])
-    told = f"{prepare_object_to_dump(orders)} {orders}"
-    assert "one" in told
-    assert str(case.ids[:4])[1:-1] not in told
+    dumped = f"{prepare_object_to_dump(orders)} {orders}"
+    assert "one" in dumped
+    assert str(case.ids[:4])[1:-1] not in dumped

@@ -222,31 +222,25 @@ def table(results: Path = RESULTS) -> None:
     """Write tables of all records."""
     for path in sorted(results.glob("*.csv")):
         records = [*read(path, Record)]
-        path.with_suffix(".md").write_text(tables(records), encoding="utf-8")
-        print(path.with_suffix(".md"))
+        _write(path.with_suffix(".md"), tables(records))
         if not path.stem.endswith("-tuned"):
             repeated = [*read(results / REPEATED / path.name, Record)]
-            short = results / SUMMARY / f"{path.stem}.md"
-            short.parent.mkdir(exist_ok=True)
-            short.write_text(summary(records, repeated), encoding="utf-8")
-            print(short)
+            _write(results / SUMMARY / f"{path.stem}.md", summary(records, repeated))
     for path in sorted((results / DIAGNOSIS).glob("*.csv")):
         records = [*read(results / path.name, Record)]
-        text = diagnosis_table([*read(path, Change)], records)
-        path.with_suffix(".md").write_text(text, encoding="utf-8")
-        print(path.with_suffix(".md"))
+        _write(path.with_suffix(".md"), diagnosis_table([*read(path, Change)], records))
     for path in sorted((results / CHOICES).glob("*.csv")):
-        text = choices_table([*read(path, Choice)])
-        path.with_suffix(".md").write_text(text, encoding="utf-8")
-        print(path.with_suffix(".md"))
+        _write(path.with_suffix(".md"), choices_table([*read(path, Choice)]))
     for path in sorted((results / PRECISION).glob("*.csv")):
-        text = precision_table([*read(path, Record)])
-        path.with_suffix(".md").write_text(text, encoding="utf-8")
-        print(path.with_suffix(".md"))
+        _write(path.with_suffix(".md"), precision_table([*read(path, Record)]))
     for path in sorted((results / SYSTEMS).glob("*.csv")):
-        text = system_table([*read(path, SystemRecord)])
-        path.with_suffix(".md").write_text(text, encoding="utf-8")
-        print(path.with_suffix(".md"))
+        _write(path.with_suffix(".md"), system_table([*read(path, SystemRecord)]))
+
+
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    print(path)
 
 
 def _answerer(model: str, recipe: str, max_new_tokens: int) -> Answerer:

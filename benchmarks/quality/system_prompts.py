@@ -52,15 +52,15 @@ def answers(
     for row in rows:
         system, mode = row.split(", ")
         prompt = _prompt(engine, FORMS[system], item)
-        engine.precompute(prompt.context[:1], as_prompt=True)  # the system prompt itself
+        engine.precompute(prompt.context[:1], as_prompt=True)  # The system prompt itself.
         stored = sum(engine.contains(passage) for passage in prompt.context[1:])
+        is_block = mode == "block"
         found = engine.generate(
             prompt,
-            mode="full" if mode == "full" else "block",
+            mode="block" if is_block else "full",
             max_new_tokens=max_new_tokens,
             do_sample=False,
         )
-        is_block = mode == "block"
         if is_block and stored + 1 != found.stats.hits:
             raise SystemExit(f"{item.id}: {stored} passages stored, but {found.stats.hits} hits")
         yield SystemRecord(

@@ -164,8 +164,8 @@ MOST_HANDLES = 8
 def joined_handles(handles: Iterable[str]) -> str:
     """``BlockKV.handle`` of texts that share one entry because their tokens are equal.
 
-    With more than ``MOST_HANDLES`` distinct handles, the result is empty: ``store gc`` cannot tell
-    who uses the entry, and only ``ttl_s`` deletes it.
+    With more than ``MOST_HANDLES`` distinct handles, the result is empty. ``store gc`` then keeps
+    the entry until ``ttl_s`` deletes it.
     """
     distinct = list(dict.fromkeys(handles))
     return ",".join(distinct) if len(distinct) <= MOST_HANDLES else ""

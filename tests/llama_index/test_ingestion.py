@@ -278,8 +278,8 @@ def test_a_cached_ingestion_ends_with_its_recipe(block_model: Any) -> None:
         return BlockKVTransform(engine=RecordingEngine(block_model, recipe=recipe)).to_dict()
 
     recipe = recipe_of(block_model)
-    told = [cached(one)["encoding"] for one in ("none", "bos", recipe, recipe)]
-    assert told[2] == told[3]
-    assert told[0] != told[1] != told[2]
+    encodings = [cached(one)["encoding"] for one in ("none", "bos", recipe, recipe)]
+    assert encodings[2] == encodings[3]
+    assert encodings[0] != encodings[1] != encodings[2]
     promoting = recipe_of(block_model, promote=1)
-    assert cached(promoting)["encoding"] == told[2]  # promotion does not change the encoding
+    assert cached(promoting)["encoding"] == encodings[2]  # promotion does not change the encoding

@@ -213,7 +213,7 @@ def test_a_variable_reaches_the_template() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "error", "told"),
+    ("given", "error", "message"),
     [
         ({"enable_thinkin": False}, ValueError, "enable_thinkin in .* only uses: enable_thin"),
         ({"tools": []}, ValueError, "tools in chat_template_kwargs, which this package sets"),
@@ -223,7 +223,7 @@ def test_a_variable_reaches_the_template() -> None:
     ],
 )
 def test_unread_and_reserved_variables_are_refused(
-    given: Any, error: type[Exception], told: str
+    given: Any, error: type[Exception], message: str
 ) -> None:
-    with pytest.raises(error, match=told):
+    with pytest.raises(error, match=message):
         check_template_kwargs(thinking_tokenizer(), given)

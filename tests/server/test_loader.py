@@ -105,7 +105,7 @@ def failure(loader: BlockLoader, blocks: Sequence[BlockId] = BLOCKS) -> LoadErro
     return caught.value
 
 
-def told(loader: Loader) -> tuple[float, ...]:
+def counts_of(loader: Loader) -> tuple[float, ...]:
     return tuple(map(loader.counted, ("loads", "load_failures", "load_misses")))
 
 
@@ -120,7 +120,7 @@ def test_blocks_are_returned_in_order_by_one_read(loader: Make) -> None:
     assert store.asked == [[BLOCKS[0].key, BLOCKS[1].key]], (
         "expected the repeated block to be read once"
     )
-    assert told(one) == (1, 0, 0)
+    assert counts_of(one) == (1, 0, 0)
     assert one.counted("loaded_blocks") == 3
     assert one.counted("loaded_bytes") == sum(kv.nbytes for kv in found)
     assert one.counted("load_seconds") > 0
@@ -217,7 +217,7 @@ def test_the_error_for_a_missing_block_names_its_index(loader: Make) -> None:
         "no reachable store"
     )
     assert (error.blocks, error.damaged) == ((1, 2), ())
-    assert told(one) == (0, 1, 2)
+    assert counts_of(one) == (0, 1, 2)
     assert "Block 0 of the prompt (3 tokens from token 0 on) cannot" in str(
         failure(loader(MemoryStore(1)), BLOCKS[:1])
     )
@@ -298,7 +298,7 @@ def test_unexpected_errors_fail_the_load(
     assert found.__cause__ is error
     assert len(caplog.records) == isinstance(error, RuntimeError)
     assert len(one.start(BLOCKS).result()) == 3
-    assert told(one) == (1, 1, 0)
+    assert counts_of(one) == (1, 1, 0)
 
 
 # -- deadlines and limits --------------------------------------------------------------------------
@@ -313,7 +313,7 @@ def test_loads_of_a_hanging_store_time_out(loader: Make, monkeypatch: pytest.Mon
     errors = [load.exception(LONGEST_S) for load in loads]
     assert all(isinstance(error, LoadError) for error in errors)
     assert all("deadline" in str(error) for error in errors)
-    assert told(one) == (0, 6, 0)
+    assert counts_of(one) == (0, 6, 0)
     store.go.set()
     assert len(store.asked) <= 2, "expected no read without a waiting load"
     one._deadline_s = LONGEST_S
@@ -332,7 +332,7 @@ def test_loads_beyond_the_limit_fail_at_once(loader: Make, monkeypatch: pytest.M
     store.go.set()
     assert [len(load.result()) for load in taken] == [3, 3]
     assert len(one.start(BLOCKS).result()) == 3
-    assert told(one) == (3, 1, 0)
+    assert counts_of(one) == (3, 1, 0)
 
 
 def test_closing_a_loader_ends_running_loads_and_refuses_new_ones(

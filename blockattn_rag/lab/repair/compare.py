@@ -187,7 +187,7 @@ class Comparer:
 
     def right(self, asked: Sequence[Asked], recipes: Mapping[str, Recipe]) -> dict[str, list[bool]]:
         """Check answers in full mode and with recipes, on the questions with reference answers.
-        Empty if there are none."""
+        The result is empty without such questions."""
         known = [one for one in asked if one.answers]
         if not known:
             return {}

@@ -86,7 +86,7 @@ class Counters:
                     self.count(f"tier_{figure}", more, name)
 
     def taken(self) -> ServingStats | None:
-        """Return the counts since the last call. None if there are none."""
+        """Return the counts since the last call, or None if nothing was counted."""
         with self._lock:
             counts, self._counts = self._counts, {}
         return ServingStats(counts) if counts else None
