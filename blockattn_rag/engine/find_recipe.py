@@ -116,15 +116,20 @@ def _automatic(model: AnyModel, store: KVStore, folder: Path | None, stock: str)
         return Recipe(**trained, source="block-fine-tuned")
     if (found := _found(model, store, folder)) is not None:
         return found
+    recipe = stock_recipe(model, stock)
+    _warn_once(model, _trade(model, recipe, folder))
+    return recipe
+
+
+def stock_recipe(model: AnyModel, stock: str = STOCK) -> Recipe:
+    """Recipe of a stock model for which none was fitted, from settings."""
     if (settings := Recipe.of_text(stock)) is None:
         raise ValueError(f"Invalid settings {stock!r}: expected {TEXT_FORMS}.")
     if settings.recompute and not can_recompute(model):
         settings = Recipe(FREE_SINK)
     # With promotion, state layers process the last passage, too.
     promote = settings.promote or int(model.profile.has_states)
-    recipe = replace(settings, promote=promote, source=STOCK_SOURCE)
-    _warn_once(model, _trade(model, recipe, folder))
-    return recipe
+    return replace(settings, promote=promote, source=STOCK_SOURCE)
 
 
 def recipe_in_use(model: AnyModel, store: KVStore, folder: Path | None = None) -> Recipe | None:

@@ -18,11 +18,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from blockattn_rag.engine import BlockAttentionEngine, Recipe
+from blockattn_rag.engine.find_recipe import stock_recipe
 from blockattn_rag.engine.outline import FREE_SINK
 from blockattn_rag.lab.evaluation.collection import Asked
 from blockattn_rag.lab.evaluation.fidelity import FidelityRecord, FidelityReport, compare_each
 from blockattn_rag.lab.evaluation.metrics import contains_answer
 from blockattn_rag.lab.evaluation.records import FULL, PLAIN, Row
+from blockattn_rag.lab.repair.plan import Limits
 from blockattn_rag.lab.repair.teacher import Teacher, divergence
 from blockattn_rag.model import BlockModel
 from blockattn_rag.model.correction import Correction
@@ -44,9 +46,6 @@ _SHARES = (0.05, 0.1, 0.2)
 
 _FEWEST_RIGHT = 8
 """Minimum number of full mode's correct answers. With fewer, recipes are compared by tokens."""
-
-_FEW = 8
-"""Minimum number of questions. With fewer, differences are too uncertain to replace a recipe."""
 
 Losses = Mapping[str, NDArray[np.float64]]
 """Losses of recipes on the same questions, ``[questions]``, by name, the simplest recipe first."""
@@ -113,7 +112,7 @@ class Comparer:
 
     engine: BlockAttentionEngine
     teacher: Teacher
-    max_new_tokens: int
+    limits: Limits
     records_path: Path
 
     def adapter_helps(
@@ -135,8 +134,19 @@ class Comparer:
     def choice(
         self, asked: Sequence[Asked], free: Mapping[str, Recipe], tolerance: float, tick: Tick
     ) -> Choice:
-        best = choose(self._losses(asked, free, tick), IN_USE if IN_USE in free else None)
-        priced = {best: free[best], **costly_recipes(self.engine.model, best, free[best])}
+        model, in_use = self.engine.model, IN_USE if IN_USE in free else None
+        fewest = self.limits.fewest_to_choose
+        best = choose(self._losses(asked, free, tick), in_use, fewest)
+        if has_few := in_use is None and len(asked) < fewest:
+            best = FREE_SINK
+        priced = {best: free[best], **costly_recipes(model, best, free[best])}
+        if has_few:
+            default = stock_recipe(model)
+            priced = {
+                name: recipe
+                for name, recipe in priced.items()
+                if recipe.recompute >= default.recompute and recipe.promote >= default.promote
+            }
         recipes = {**free, **priced}
         losses = {k: float(v.mean()) for k, v in self._losses(asked, recipes, tick).items()}
         shares = self._shares(asked, priced, tick)
@@ -195,7 +205,7 @@ class Comparer:
         answers = [self.teacher(prompt).ids.tolist() for prompt in prompts]
         decode = self.engine.model.tokenizer.tokenizer.decode
         texts = {FULL: [decode(ids, skip_special_tokens=True) for ids in answers]}
-        options = {"max_new_tokens": self.max_new_tokens, "batch_size": _GENERATED_AT_ONCE}
+        options = {"max_new_tokens": self.limits.answer_tokens, "batch_size": _GENERATED_AT_ONCE}
         for name, recipe in recipes.items():
             generations = self.engine.generate_batch(prompts, recipe=recipe, **options)
             texts[name] = [generation.text for generation in generations]
@@ -205,19 +215,20 @@ class Comparer:
         }
 
 
-def choose(losses: Losses, in_use: str | None = None) -> str:
+def choose(losses: Losses, in_use: str | None = None, fewest: int = 0) -> str:
     """Choose a recipe by the losses of all candidates without a cost per answer.
 
     Chooses the first recipe whose loss is at most one standard error above the lowest loss. The
     recipe in use is kept unless the chosen recipe is better by more than the 95 % interval of the
-    difference. Standard errors are those of paired differences per question.
+    difference, on at least ``fewest`` questions. Standard errors are those of paired differences
+    per question.
     """
     best = min(losses, key=lambda name: losses[name].mean())
     chosen = next(name for name in losses if _difference(losses, name, best) <= 1)
     if in_use is None:
         return chosen
     is_better = _difference(losses, in_use, chosen) > _CONFIDENCE
-    return chosen if is_better and len(losses[chosen]) >= _FEW else in_use
+    return chosen if is_better and len(losses[chosen]) >= fewest else in_use
 
 
 def cheapest(shares: Mapping[str, float], tolerance: float) -> str:

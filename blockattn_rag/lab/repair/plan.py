@@ -29,6 +29,8 @@ class Limits:
         held_out_share: Maximum fraction of questions that are held out.
         fewest_held_out: Minimum number of held-out questions: two for choosing and two for
             measuring, because a standard error requires two.
+        fewest_to_choose: Minimum number of questions for choosing an adapter, or a recipe that
+            computes less than the current one. With fewer, differences are too uncertain.
         closed_form: Number of prompts for the closed form, which more prompts do not improve.
         samples: Maximum number of prompts to train on.
         draws: Maximum number of samples per question, each with other passages.
@@ -48,6 +50,7 @@ class Limits:
     held_out: int = 64
     held_out_share: float = 0.25
     fewest_held_out: int = 4
+    fewest_to_choose: int = 8
     closed_form: int = 40
     samples: int = 480
     draws: int = 4

@@ -9,6 +9,7 @@ from typing import Any
 
 from blockattn_rag.lab.evaluation.metrics import Interval
 from blockattn_rag.lab.evaluation.records import PLAIN
+from blockattn_rag.lab.repair.plan import LIMITS
 from blockattn_rag.lab.training.report import draw_losses
 from blockattn_rag.lazy import missing_extra
 
@@ -67,6 +68,9 @@ def _shortfall(report: RepairReport) -> str:
     lacks = ""
     if report["measured_on"] < _FEW:
         lacks += " There are too few questions for reliable results."
+    if report["chosen_on"] < (fewest := LIMITS.fewest_to_choose):
+        lacks += f" Choosing a recipe with a lower cost per answer requires {fewest} questions, "
+        lacks += f"found {report['chosen_on']}."
     if not report["plan"]["samples"]:
         lacks += " There was no time to train the adapter."
     return lacks and f"{lacks} Increase --minutes and add --questions."

@@ -115,9 +115,7 @@ class Repair:
         curve: list[dict[str, float]] = []
         fitted = {"closed form": self.closed_form(self._prompts(train[: plan.closed_form]))}
         recipes = free_recipes(fitted, in_use)
-        comparer = Comparer(
-            self.engine, self.teacher, self.limits.answer_tokens, self.folder / "records.jsonl"
-        )
+        comparer = Comparer(self.engine, self.teacher, self.limits, self.folder / "records.jsonl")
         with self._stage("comparing the first fit") as tick:
             if not comparer.adapter_helps(choose_on, recipes, tick):
                 plan = replace(plan, samples=0, steps=0, training_s=0.0)

@@ -28,7 +28,7 @@ QUESTIONS = [
 PROMPT = CHAT.prompt("what is 2?", PASSAGES[:3], tiny_tokenizer())
 QUICK = replace(
     LIMITS, passages=3, answer_tokens=5, held_out=6, held_out_share=0.5, closed_form=8, samples=8,
-    fewest_samples=4, store_bytes=1 << 26,
+    fewest_samples=4, fewest_to_choose=2, store_bytes=1 << 26,
 )  # fmt: skip
 FAST = Speeds(4.0, 4.0, 4.0, 4.0)
 """Speeds at which only ``QUICK`` limits a plan, so that all plans are equal."""

@@ -132,10 +132,18 @@ class TestResult:
         assert "in use" in [one["name"] for one in kept.report["candidates"]]
         assert kept.adapter is not None
         assert figures(kept.report)[1].endswith(
-            " There are too few questions for reliable results. There was no time to train the "
+            " There are too few questions for reliable results. Choosing a recipe with a lower "
+            "cost per answer requires 8 questions, found 3. There was no time to train the "
             "adapter. Increase --minutes and add --questions."
         )
         assert kept.adapter.digest == good.adapter.digest  # type: ignore[union-attr]
+
+    def test_with_few_questions_the_default_is_not_replaced_by_a_cheaper_recipe(
+        self, model: BlockModel, output: Path
+    ) -> None:
+        recipe = repaired(model, output, limits=replace(QUICK, fewest_to_choose=4), tolerance=0.0)
+        assert list(recipe.report["shares"]) == ["head + recompute 10 %", "head + recompute 20 %"]
+        assert str(recipe) == "head+recompute:0.1"
 
     def test_correct_answers_are_counted(self, model: BlockModel, tmp_path: Path) -> None:
         answers = ("zzzz", *map(chr, range(97, 122)))  # match any answer of the random model
