@@ -14,8 +14,8 @@ import torch
 sys.path += [str(Path(__file__).parents[1] / "benchmarks" / one) for one in ("", "quality")]
 
 import sets
-from choices import Choice, choices_table, compare
-from diagnosis import CHANGES, NOTHING, diagnose
+from choices import Candidate, Choice, choices_table, compare, partly_recomputed
+from diagnosis import CHANGES, NOTHING, diagnose, joined
 from finetuning import TunedAnswerer, write_samples
 from precision import TYPES, answers, engines_of, precision_table
 from records import measure, read
@@ -25,6 +25,7 @@ from system_prompts import answers as answers_of_systems
 from table import summary
 
 from blockattn_rag import BlockAttentionEngine, Recipe
+from blockattn_rag.check.model import placed_context
 from blockattn_rag.lab.evaluation.datasets import EvaluationPassage, EvaluationSample
 from blockattn_rag.lab.evaluation.metrics import contains_answer
 from blockattn_rag.model import BlockModel
@@ -68,6 +69,7 @@ def test_candidates_give_the_results_of_the_corresponding_recipes(
     item = next(one for one in sets.facts() if sum(one.id.encode()) % 3)  # uses the standard prompt
     names = ["none", "none, 10 %", "none, 10 % by all layers", "head:4", "short head"]
     names += ["none, 10 %, half of them first tokens", "the prompt's head, 10 %"]
+    names += ["head, 10 %, selected twice", "head, 10 % by the middle third"]
     found = {one.candidate: one for one in compare(engine, CHAT, 6, item, names)}
     assert list(found) == names
     recipes = {"none": "none", "none, 10 %": "recompute:0.1", "head:4": "fast"}
@@ -82,6 +84,25 @@ def test_candidates_give_the_results_of_the_corresponding_recipes(
     assert len({one.kl for one in found.values()}) == len(names)
     table = choices_table([*found.values()])
     assert table.count("| - |") == 1
+
+
+@pytest.mark.parametrize(
+    ("recomputed", "changed"), [((0, 1), [1, 2, 3]), ((0, 0.5), [1]), ((0.25, 0.75), [2])]
+)
+def test_tokens_are_recomputed_in_some_layers(
+    engine: BlockAttentionEngine, recomputed: tuple[float, float], changed: list[int]
+) -> None:
+    """The first of these layers gets block mode's hidden states, so it computes the same keys."""
+    model, blocks = engine.model, [[5, 6, 7], [8, 9, 10, 11], [12, 13]]
+    context = placed_context(model, blocks)
+    candidate = Candidate("none", 1, recomputed=recomputed)
+    (block,) = partly_recomputed(model, context, blocks, (), [3, 4, 6, 8], candidate).blocks
+    own = joined(model, context, block.kv)
+    differs = [
+        not torch.allclose(ours, theirs, atol=1e-5)
+        for ours, theirs in zip(block.kv.keys, own.keys, strict=True)
+    ]
+    assert [layer for layer, is_changed in enumerate(differs) if is_changed] == changed
 
 
 def test_tuning_questions_are_not_part_of_reported_results(tmp_path: Path) -> None:

@@ -6,20 +6,24 @@ The package's defaults were chosen from these candidates, on questions from the 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
+from typing import Any
 
 import torch
+from diagnosis import joined
 from rows import divergence
 from sets import Item
 from tables import markdown
+from torch import Tensor
 
 from blockattn_rag import BlockAttentionEngine
 from blockattn_rag.check.model import placed_context
-from blockattn_rag.kv.context import Context
+from blockattn_rag.kv.context import Context, place
 from blockattn_rag.lab.evaluation.fidelity import full_answer
 from blockattn_rag.lab.evaluation.metrics import bootstrap_mean, bootstrap_ratio
-from blockattn_rag.model import BlockModel
+from blockattn_rag.model import BlockModel, EncodeRequest
 from blockattn_rag.model.recompute import (
     attention_to_context,
     can_recompute,
@@ -66,33 +70,45 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
-class _Candidate:
+class Candidate:
     """A sink, and a share of tokens to recompute.
 
     Args:
         first_share: Share of these tokens that are the first tokens of passages, except the first
             passage. The others are the tokens with the most attention in the last layers.
-        layers: Start of these layers, as a share of all layers.
+        layers: Start and end of these layers, as shares of all layers.
+        recomputed: Start and end of the layers in which tokens are recomputed. They start from the
+            hidden states of block mode, which would have to be stored.
+        twice: Whether attention is measured again after recomputation, to select the final tokens.
     """
 
     sink: str
     share: float = 0.0
-    layers: float = 2 / 3
+    layers: tuple[float, float] = (2 / 3, 1)
     first_share: float = 0.0
+    recomputed: tuple[float, float] = (0, 1)
+    twice: bool = False
 
 
 _SINKS = (BLOCK, "head:4", "head", SHORT, OWN)
 CANDIDATES = {
-    **{sink: _Candidate(sink) for sink in _SINKS},
-    **{f"{sink}, 10 %": _Candidate(sink, 0.1) for sink in _SINKS},
-    "none, 5 %": _Candidate(BLOCK, 0.05),
-    "head, 10 % by all layers": _Candidate("head", 0.1, layers=0),
-    "none, 10 % by all layers": _Candidate(BLOCK, 0.1, layers=0),
-    "none, 10 % by the last half": _Candidate(BLOCK, 0.1, layers=1 / 2),
-    "none, 10 %, half of them first tokens": _Candidate(BLOCK, 0.1, first_share=0.5),
-    "none, 10 %, a quarter of them first tokens": _Candidate(BLOCK, 0.1, first_share=0.25),
-    "none, 5 %, half of them first tokens": _Candidate(BLOCK, 0.05, first_share=0.5),
-    "none, 10 %, all of them first tokens": _Candidate(BLOCK, 0.1, first_share=1.0),
+    **{sink: Candidate(sink) for sink in _SINKS},
+    **{f"{sink}, 10 %": Candidate(sink, 0.1) for sink in _SINKS},
+    "none, 5 %": Candidate(BLOCK, 0.05),
+    "head, 10 % by all layers": Candidate("head", 0.1, layers=(0, 1)),
+    "none, 10 % by all layers": Candidate(BLOCK, 0.1, layers=(0, 1)),
+    "none, 10 % by the last half": Candidate(BLOCK, 0.1, layers=(1 / 2, 1)),
+    "none, 10 %, half of them first tokens": Candidate(BLOCK, 0.1, first_share=0.5),
+    "none, 10 %, a quarter of them first tokens": Candidate(BLOCK, 0.1, first_share=0.25),
+    "none, 5 %, half of them first tokens": Candidate(BLOCK, 0.05, first_share=0.5),
+    "none, 10 %, all of them first tokens": Candidate(BLOCK, 0.1, first_share=1.0),
+    "head, 20 %": Candidate("head", 0.2),
+    "head, 30 %": Candidate("head", 0.3),
+    "head, 10 % by the middle third": Candidate("head", 0.1, layers=(1 / 3, 2 / 3)),
+    "head, 10 %, selected twice": Candidate("head", 0.1, twice=True),
+    "head, 15 % in the lower two thirds": Candidate("head", 0.15, recomputed=(0, 2 / 3)),
+    "head, 15 % in the upper two thirds": Candidate("head", 0.15, recomputed=(1 / 3, 1)),
+    "head, 30 % in the middle third": Candidate("head", 0.3, recomputed=(1 / 3, 2 / 3)),
 }
 """Candidates by name. By default, tokens are selected by the last third of the layers."""
 
@@ -116,17 +132,18 @@ def compare(
     prompt = form.prompt(item.question, item.passages, model.tokenizer.tokenizer)
     answer, expected = full_answer(engine, prompt, max_new_tokens)
     ids = model.tokenizer.prompt_ids(prompt)
-    encoded: dict[str, Context] = {}
+    encoded: dict[str, tuple[Sequence[int], Context]] = {}
     for name in names:
         candidate = CANDIDATES[name]
         if (sink := candidate.sink) not in encoded:
             before = ids.context[0] if sink == OWN else _sink(sink, model.tokenizer)
-            encoded[sink] = placed_context(model, ids.context, before)
-        context = encoded[sink]
-        chosen = _chosen(model, context, ids.final, candidate) if candidate.share else []
-        if chosen:
-            with model.lock:
-                context = with_recomputed(model, context, chosen)
+            encoded[sink] = before, placed_context(model, ids.context, before)
+        before, base = encoded[sink]
+        context, lengths = base, base.lengths
+        chosen: list[int] = []
+        for _ in range((1 + candidate.twice) * (candidate.share > 0)):
+            chosen = _chosen(model, context, lengths, ids.final, candidate)
+            context = partly_recomputed(model, base, ids.context, before, chosen, candidate)
         cache = model.cache_for(context)
         logits = model.answer_logits(context.token_ids, ids.final, answer, cache)
         yield Choice(item.set, item.id, name, *divergence(logits, expected), len(chosen))
@@ -149,18 +166,73 @@ def _sink(name: str, tokenizer: BlockTokenizer) -> list[int]:
 
 
 def _chosen(
-    model: BlockModel, context: Context, final: Sequence[int], candidate: _Candidate
+    model: BlockModel,
+    context: Context,
+    lengths: Sequence[int],
+    final: Sequence[int],
+    candidate: Candidate,
 ) -> list[int]:
-    """Return the indices of the tokens that a candidate recomputes."""
-    lengths = [block.kv.num_tokens for block in context.blocks]
+    """Return the indices of the tokens that a candidate recomputes.
+
+    ``lengths``: Number of tokens of each block, of which a recomputed context has only one.
+    """
     count = round(candidate.share * sum(lengths[1:]))
     first = _first_tokens(lengths, round(candidate.first_share * count))
     with model.lock:
-        num_layers = len(model.profile.kinds)
-        layers = range(int(candidate.layers * num_layers), num_layers)
+        layers = _range(model, candidate.layers)
         received = attention_to_context(model, context, final, layers=layers)
     received[first] = torch.inf
     return choose_tokens(received, lengths, [False] + [True] * (len(lengths) - 1), count)
+
+
+def _range(model: BlockModel, shares: tuple[float, float]) -> range:
+    """Return the indices of layers from shares of all layers."""
+    first, end = (int(share * len(model.profile.kinds)) for share in shares)
+    return range(first, end)
+
+
+def partly_recomputed(
+    model: BlockModel,
+    context: Context,
+    blocks: Sequence[list[int]],
+    sink: Sequence[int],
+    chosen: Sequence[int],
+    candidate: Candidate,
+) -> Context:
+    """Recompute tokens in a candidate's layers; the other layers keep block mode's keys and
+    values."""
+    layers = _range(model, candidate.recomputed)
+    with model.lock, _starting_at(model, layers.start, blocks, sink, chosen):
+        (block,) = with_recomputed(model, context, chosen).blocks
+    ours, theirs = block.kv, joined(model, context, block.kv)
+    sources = [ours if at in layers else theirs for at in range(len(ours.keys))]
+    keys = tuple(source.keys[at] for at, source in enumerate(sources))
+    values = tuple(source.values[at] for at, source in enumerate(sources))
+    return place([replace(ours, keys=keys, values=values)])
+
+
+@contextmanager
+def _starting_at(
+    model: BlockModel,
+    layer: int,
+    blocks: Sequence[list[int]],
+    sink: Sequence[int],
+    chosen: Sequence[int],
+) -> Iterator[None]:
+    """Replace the chosen tokens' input to a layer with their hidden states in block mode."""
+    if not layer:
+        yield
+        return
+    decoder: Any = model.hf_model.get_decoder()
+    states: list[Tensor] = []
+    with decoder.layers[layer].register_forward_pre_hook(lambda _, args: states.append(args[0])):
+        for index, ids in enumerate(blocks):
+            before = sink if index else ()
+            [*model.encode([EncodeRequest(ids, f"{ids}, {before}", "", before)])]
+    kept = [state[0, -len(ids) :] for state, ids in zip(states, blocks, strict=True)]
+    given = torch.cat(kept)[None, [*chosen]]
+    with decoder.layers[layer].register_forward_pre_hook(lambda _, args: (given, *args[1:])):
+        yield
 
 
 def _first_tokens(lengths: Sequence[int], count: int) -> list[int]:

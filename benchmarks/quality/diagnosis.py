@@ -75,10 +75,10 @@ def diagnose(
             _most_attended(model, context, ids.final, passages)
             for context in (found, _sliced(full, ids.context))
         )
-    joined = _joined(model, found, full)
+    own = joined(model, found, full)
     for name in changes:
-        mask = _mask(name, ids.context, passages, item.best, len(joined.keys))
-        context = place([_spliced(joined, full, *mask)])
+        mask = _mask(name, ids.context, passages, item.best, len(own.keys))
+        context = place([_spliced(own, full, *mask)])
         cache = model.cache_for(context)
         logits = model.answer_logits([], ids.final, answer.token_ids, cache)
         measured = divergence(logits, expected)
@@ -107,7 +107,7 @@ def _sliced(full: BlockKV, context: Sequence[list[int]]) -> Context:
     return place(blocks, "composite")
 
 
-def _joined(model: BlockModel, context: Context, full: BlockKV) -> BlockKV:
+def joined(model: BlockModel, context: Context, full: BlockKV) -> BlockKV:
     """Concatenate a context's blocks, with keys re-encoded for their positions."""
     keys, values = zip(*assemble(context, model.profile.layouts), strict=True)
     return replace(full, keys=keys, values=values, digest="joined")
