@@ -16,8 +16,8 @@ _NEW_HEADS = 5
 
 
 class ReuseHints:
-    """Logs warnings if the prompts of a model with a store cannot reuse passages, which would
-    otherwise go unnoticed, because the answers are correct."""
+    """Logs warnings if prompts cannot reuse stored passages. This would otherwise go unnoticed,
+    because the answers are correct."""
 
     def __init__(self) -> None:
         self._unmarked = 0

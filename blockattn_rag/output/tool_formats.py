@@ -40,7 +40,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class InvalidToolCall:
-    """An invalid tool call in a model's answer, and what was expected and found."""
+    """An invalid tool call in a model's answer. ``error`` says what was expected and found."""
 
     text: str
     error: str
@@ -50,7 +50,7 @@ class InvalidToolCall:
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """How a model family writes tool calls.
+    """Format in which a model family writes tool calls.
 
     Args:
         opening: Mark before a call or a list of calls.
@@ -116,11 +116,11 @@ FORMATS: dict[str, ToolFormat] = {
         ),
     )
 }
-"""Known formats by name. Later formats also accept other forms of calls."""
+"""Known formats by name, in the order in which ``tool_template`` tries them."""
 
 
 def mark_ids(form: ToolFormat, tokenizer: Any) -> dict[str, int]:
-    """Token ids of marks that are single added tokens of a transformers tokenizer."""
+    """Return the token ids of marks that are single added tokens of a transformers tokenizer."""
     added = getattr(tokenizer, "added_tokens_decoder", {})
     numbers = {str(token): number for number, token in added.items()}
     return {mark: numbers[mark] for mark in form.marks if mark in numbers}

@@ -164,7 +164,7 @@ _known: dict[str, _Probed] = {}
 
 
 def tool_template(tokenizer: Any) -> ToolTemplate | None:
-    """Detect tool support in a chat template. None: no tools, or an unknown format of calls."""
+    """Detect a chat template's tool support. None: no support, or an unknown format of calls."""
     return _probed(tokenizer).tools
 
 

@@ -21,7 +21,7 @@ from blockattn_rag.prompts.chat_template import Message, Spans, chat_spans, has_
 AUTO, REQUIRED, NONE = "auto", "required", "none"
 
 TOOL_OPTIONS = ("tools", "tool_choice", "parallel_tool_calls", "tool_calls")
-"""Names of the options that concern tools."""
+"""Names of the tool options of a request."""
 
 _JSON_KINDS = ("json", "json_object")
 
@@ -72,8 +72,8 @@ class ToolUse:
             raise ValueError(
                 f"The chat template of {model_name or 'this model'} does not support tools, or "
                 "uses an unknown format for calls (known: Hermes and Qwen, Llama 3, Mistral, "
-                "Granite, SmolLM3). Use another model, set the tokenizer's chat_template to one "
-                "that supports tools, require a call (tool_choice), or omit the tools: "
+                "Granite, SmolLM3). Use another model, set a chat_template that supports tools, "
+                "require a call (tool_choice, with any chat template), or omit the tools: "
                 "RetrieveFirst retrieves passages without tool calls (docs/guides/agents.md)"
             )
         return cls(
@@ -88,7 +88,8 @@ class ToolUse:
         """Create the engine's options for a request with these tools.
 
         If the caller requests JSON and the model may call tools, a grammar allows both. If the
-        model must call a tool, only calls are allowed. Other grammars are passed on unchanged.
+        model must call a tool, only calls are allowed. Other grammars are passed on unchanged, or
+        raise ValueError if calls are required or constrained.
         """
         if not self._decides(options):
             return dict(options)
@@ -175,7 +176,7 @@ def with_default_calls(defaults: Mapping[str, Any], call: Mapping[str, Any]) -> 
 
 
 def without_tool_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a request's options without those that concern tools."""
+    """Return a request's options without the tool options."""
     return {name: value for name, value in options.items() if name not in TOOL_OPTIONS}
 
 

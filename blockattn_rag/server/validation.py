@@ -73,7 +73,7 @@ def check_version(value: object, field: str, version: int, name: str) -> dict[st
     if type(found) is not int or found != version:
         raise ProtocolError(
             f"Found version {shown(found)} of {name}, expected {version}: use releases of this "
-            "package that have the same version on both sides"
+            "package with the same protocol version on both sides"
         )
     return fields
 

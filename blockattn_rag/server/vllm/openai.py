@@ -44,7 +44,7 @@ _UNSUPPORTED = {
     "echo": "the prompt is not prefilled as a whole",
     "prompt_logprobs": "the prompt is not prefilled as a whole",
     "use_beam_search": "vLLM runs each beam as a request, which would reload the blocks",
-    "truncate_prompt_tokens": "the plan covers the complete prompt",
+    "truncate_prompt_tokens": "truncation would cut blocks",
     "prompt_embeds": "blocks are looked up by their token ids",
     "suffix": "the prompt must end with its final block",
 }
@@ -67,7 +67,7 @@ class TokenPrompt(NamedTuple):
 
 
 class Prompts:
-    """Renderer of chats and completions with passages to token ids. Thread-safe."""
+    """Converts chats and completions with passages to token ids. Thread-safe."""
 
     def __init__(self, tokenizer: Any, promote: int = 0) -> None:
         self.tokenizer = tokenizer
@@ -113,7 +113,7 @@ class Prompts:
         variables: Mapping[str, Any],
         recognize: Recognizer | None = None,
     ) -> BlockPrompt:
-        """Render a chat with the model's chat template, as blocks."""
+        """Render a chat with the model's chat template, and split it into blocks."""
         if body.not_text:
             raise ProtocolError(
                 f"{body.not_text}, but prompts with passages support only text; remove this part "
@@ -142,11 +142,11 @@ class Prompts:
 
 @dataclass(frozen=True, slots=True)
 class RequestReader:
-    """Converter of request bodies to blocks.
+    """Converts request bodies to blocks.
 
     Args:
         models: vLLM's registry of the served models.
-        backend: vLLM's backend of structured outputs.
+        backend: vLLM's backend for structured outputs.
     """
 
     config: ServingConfig
@@ -203,8 +203,8 @@ class RequestReader:
         if len(tenants) > 1 or not tenants[0]:
             # The gateway may have appended its value to the client's header.
             raise ProtocolError(
-                f"The request has {len(tenants)} {TENANT_HEADER} headers, expected one name; the "
-                "gateway must replace the client's header, or remove it if there is no tenant"
+                f"The request has {len(tenants)} {TENANT_HEADER} headers, expected one, which "
+                "must not be empty; the gateway must replace or remove the client's header"
             )
         return parse(Namespace, tenants[0], TENANT_HEADER)
 
@@ -214,7 +214,7 @@ class RequestReader:
         if longest >= self.max_tokens:
             raise ProtocolError(
                 f"A block has {longest} tokens including the sink, expected fewer than the "
-                f"server's max_model_len, {self.max_tokens}"
+                f"server's max_model_len, {self.max_tokens}; shorten or split it"
             )
         return blocks
 
@@ -243,7 +243,7 @@ class RequestReader:
                 )
         is_guidance = self.backend == "guidance"
         if grammar is not None and _DIALECT in (grammar.grammar or "") and not is_guidance:
-            # The "auto" backend accepts it, but then fails in the engine.
+            # The "auto" backend accepts this dialect, but then fails in the engine.
             raise ProtocolError(
                 "A grammar in the llguidance dialect, such as for a required tool call, requires "
                 f"vLLM's guidance backend, found {self.backend}; start the server with "
@@ -267,8 +267,8 @@ class RequestReader:
         model = request.model
         if model in self.models.lora_requests:
             raise ProtocolError(
-                f"The requested model {model!r} is a LoRA adapter. Block mode does not support "
-                "LoRA adapters, because they are not trained on blocks encoded by the base model"
+                f"The requested model {model!r} is a LoRA adapter, which block mode does not "
+                "support, because it is not trained on the base model's blocks; use the base model"
             )
         if model and model not in self.model_names:
             raise ProtocolError(

@@ -39,7 +39,7 @@ class RetryingClient:
     def generate(
         self, prompt: Any, sampling_params: Any, request_id: str, **options: Any
     ) -> AsyncGenerator[Any, None]:
-        """Like vLLM's ``generate``. In block mode, the reuse report is added to the ticket."""
+        """Generate like vLLM's client. In block mode, add the reuse report to the ticket."""
         generate = partial(self._client.generate, prompt, **options)
         if (ticket := CURRENT.get()) is None:
             return _checked(generate(sampling_params, request_id))
@@ -81,8 +81,8 @@ async def _retried(
                 "them within load_deadline_s or use another store, or the engine fails"
             )
             raise RetryableRequestError(
-                f"{grammar}the blocks of the prompt could not be loaded, or the engine failed, "
-                f"twice; in between, {between}; see the server's log"
+                f"The request failed twice: {grammar}the blocks of the prompt could not be loaded, "
+                f"or the engine failed; in between, {between}; see the server's log"
             )
         _take_report(output, ticket)
         yield output
