@@ -24,7 +24,7 @@ _PAGE = 1000
 
 
 def digest_of(inputs: Mapping[str, Any]) -> str:
-    """Compute a digest of the values that a passage was formatted from, by name."""
+    """Compute a digest of the values, by name, that a passage was formatted with."""
     names = sorted(inputs)
     values = [str(inputs[name]) for name in names]
     return f"{','.join(names)}:{handle_of(chr(0).join(f'{len(v)}:{v}' for v in values))}"

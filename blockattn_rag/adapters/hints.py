@@ -11,7 +11,7 @@ logger = logging.getLogger("blockattn_rag")
 _UNMARKED_PROMPTS = 3
 _MOST_HEADS = 1000
 _LONG_PROMPT = 200  # Characters. Shorter prompts are assumed to contain no passages.
-# Consecutive prompts, because applications may alternate between templates.
+# Consecutive prompts with a new head, because applications may alternate between templates.
 _NEW_HEADS = 5
 
 

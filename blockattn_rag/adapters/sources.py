@@ -114,7 +114,7 @@ class EngineSource:
 
     @property
     def lasting_store(self) -> str | None:
-        """Location of a store that other processes can open, or None if it is in memory."""
+        """Location of the store if other processes can open it, otherwise None."""
         return self._location if self._location and lasts(self._location) else None
 
     @property
@@ -211,7 +211,7 @@ class EngineSource:
         return BlockPrompt.from_spans(spans, template)
 
     def string_spans(self, prompt: str, *, parse_special_tokens: bool) -> list[Span]:
-        """Split a prompt into spans. ``parse_special_tokens``: Parse control tokens in its text."""
+        """Split a prompt. ``parse_special_tokens``: Parse control tokens outside of passages."""
         if parse_special_tokens:
             if holds_orphans(prompt):
                 raise SegmentationError(

@@ -75,7 +75,7 @@ class Matcher:
         return allowed
 
     def check_begins(self) -> None:
-        """Raise GrammarError if the first token fails, as in most grammars that are too large."""
+        """Raise GrammarError if the first token fails, as with most grammars that are too large."""
         self.follow(np.flatnonzero(self._mask())[:1].tolist())
 
     def _mask(self, size: int | None = None) -> NDArray[np.bool_]:

@@ -131,7 +131,7 @@ def check_schema(schema: Any) -> None:
 
 
 def check_lark(grammar: str) -> None:
-    """Raise GrammarError if a grammar in llguidance's dialect of Lark is too deep."""
+    """Raise GrammarError if a Lark grammar for llguidance, or a schema in it, is too deep."""
     names: dict[str, set[str]] = defaultdict(set)
     levels: dict[str, int] = defaultdict(lambda: 1)
     rule, depth, at = "", 0, 0
@@ -197,6 +197,6 @@ def _longest(parts: Mapping[str, _Part]) -> int:
             below = max((levels[reference] for reference in references[name]), default=0)
             levels[name] = parts[name].levels + below
         order.done(*ready)
-    # A chain enters each part of a cycle, and each part that leads to a cycle, once.
+    # A chain enters each part of a cycle, and each part that leads to one, at most once.
     cyclic = sum(part.levels for name, part in parts.items() if name not in levels)
     return cyclic + max(levels.values(), default=0)

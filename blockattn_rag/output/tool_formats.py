@@ -15,7 +15,7 @@ from blockattn_rag.output.schema import prepared
 from blockattn_rag.prompts.blocks import Span
 
 ID_LENGTH = 9
-"""Length of call ids. Mistral's chat templates require it, others accept it."""
+"""Length of call ids. Mistral's chat templates require this length; others accept it."""
 
 _HALF = re.compile("[\ud800-\udfff]")
 
@@ -26,7 +26,7 @@ def new_call_id() -> str:
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A tool call: tool name, and arguments by name."""
+    """A model's call of a tool, with arguments by name."""
 
     name: str
     arguments: dict[str, Any]
@@ -206,7 +206,7 @@ def _escaped(text: str) -> str:
 def read_call(
     value: Any, text: str, argument_keys: Sequence[str] = ("arguments",)
 ) -> ToolCall | InvalidToolCall:
-    """Parse a JSON value as a call, which is invalid if it has unknown fields."""
+    """Parse a JSON value, written as ``text``, as a call. Unknown fields make the call invalid."""
     if not isinstance(value, dict):
         return InvalidToolCall(text, f"Expected a JSON object, found {_kind(value)}")
     name = value.get("name")

@@ -37,7 +37,7 @@ class ReadAnswer(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """Position of a mark in an answer. A control token has no text, so its start equals its end."""
+    """Position of a mark in an answer's text. Control tokens have no length: start equals end."""
 
     start: int
     end: int
@@ -266,7 +266,7 @@ class _Reader:
         return self._parser.parallel or isinstance(call, InvalidToolCall)
 
     def _bare_start(self, at: int, opening: Mark | None) -> int | None:
-        """Return where a call without an opening mark starts: at first, or after another call."""
+        """Return the start of a call without an opening mark, at first or after another call."""
         start = self._visible(at)
         if self._calls and self._text.startswith(";", start):
             start = self._visible(start + 1)

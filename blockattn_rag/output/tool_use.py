@@ -122,7 +122,7 @@ class ToolUse:
         )
 
     def _decides(self, options: Mapping[str, Any]) -> bool:
-        """Whether a grammar separates calls from anything else, starting with the first token."""
+        """Whether a grammar separates calls from other output, starting with the first token."""
         if self.choice != AUTO or self.constrained:
             return True
         grammar = parse_grammar(options.get("response_format"), options.get("structured_outputs"))

@@ -81,7 +81,7 @@ class ServerClient:
             raise ServingError(f"{self.url}: {error}") from error
 
     def check(self) -> ServerInfo:
-        """Check the server's health, and return its current information. ``info`` is unchanged.
+        """Check the server's health, and return its current information. ``info`` stays cached.
 
         Raises:
             ServingError: The server is unhealthy or does not respond within 30 seconds; see also

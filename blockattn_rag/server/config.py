@@ -91,7 +91,7 @@ class ServingConfig:
 
     @classmethod
     def parse(cls, options: Mapping[str, Any]) -> ServingConfig:
-        """Parse a JSON object. Raises ProtocolError, which is a ValueError."""
+        """Parse options from a JSON object. Raises ProtocolError, which is a ValueError."""
         return parse(cls, options, "kv_connector_extra_config")
 
     @property

@@ -92,7 +92,7 @@ def block_keys(
     profile: ModelProfile,
     read_namespaces: Sequence[str] = (),
 ) -> list[BlockId]:
-    """Compute the store keys of a prompt's context blocks, as a local engine does.
+    """Compute the store keys of a prompt's context blocks, as an engine in process does.
 
     The first block of a prompt is encoded without sink and adapter, and all others with them. With
     ``op="encode"``, ``token_ids`` is the sink (none if the block opens a prompt) and the block.

@@ -104,9 +104,9 @@ def require_port(host: str, port: int) -> None:
 
 
 def check_options(options: Sequence[str]) -> None:
-    """Check that vLLM options contain no secrets and do not conflict with ``vllm_command``.
+    """Raise ValueError if vLLM options contain secrets or conflict with ``vllm_command``.
 
-    Command lines appear in logs and process lists. Error messages omit option values.
+    Options appear in logs and process lists. For the same reason, messages omit their values.
     """
     for option in options:
         name = _name(option)

@@ -17,7 +17,7 @@ from blockattn_rag.store.concurrency import Readers, outcome, remaining
 
 logger = logging.getLogger("blockattn_rag")
 
-_THREADS, _MOST_WAITING = 8, 1024  # Limit of running and waiting loads.
+_THREADS, _MOST_WAITING = 8, 1024  # Threads, and maximum number of unfinished loads.
 
 
 class BlockLoader:
@@ -26,7 +26,7 @@ class BlockLoader:
     Loaded blocks are validated against the requested token ids, the model, and the rank's shapes.
 
     Args:
-        store: This rank's store (``open_share``), usually behind faster tiers.
+        store: This rank's store, from ``open_share``, usually behind faster tiers.
         outline: ``Share.token_outline`` of this rank.
         kept: In-memory store of this rank, for blocks that are not in ``store``.
         count: Thread-safe function that adds a number to a counter of ``metrics.PLAIN``.
@@ -94,7 +94,7 @@ class BlockLoader:
     def _look_up(self, blocks: Sequence[BlockId], until: float) -> dict[int, BlockKV]:
         """Return blocks by their index in the prompt. Raises LoadError if any block is missing."""
         if not remaining(until):
-            raise StoreError("Other loads used up the time until the deadline (load_deadline_s)")
+            raise StoreError("Other loads took the time until the deadline; raise load_deadline_s")
 
         def get_many(keys: Sequence[str]) -> Sequence[ReadResult]:
             read = self._readers.start(self._store.get_many, keys)

@@ -160,7 +160,7 @@ class ServedBlocks:
         loaded_tokens: Context tokens loaded from a store, including tokens that were then
             recomputed.
         local_tokens: Context tokens found in the engine's own cache.
-        encoded: Blocks encoded for this request, because they were not stored.
+        encoded: Number of blocks encoded for this request, because they were not stored.
         fetch_s: Time to load the blocks, in seconds.
         cut_short: Whether a stop string ended the answer. The engine then sends no report, so
             numbers of loaded, local and recomputed tokens are unknown.

@@ -51,7 +51,7 @@ S = TypeVar("S", bound=Server)
 
 
 class ServerPool:
-    """Servers with the same model and store that share the encoding of passages.
+    """Encodes passages on servers with the same model and store.
 
     Each server receives new requests as it completes earlier ones. If a server fails temporarily,
     its requests go to other servers. A failed server is checked every few seconds, and used again
@@ -197,7 +197,7 @@ class ServerPool:
             running[threads.submit(member.server.send, job.body)] = (member, job)
 
     def _wait_s(self) -> float | None:
-        """Seconds until the next check, or None if none is scheduled."""
+        """Return the seconds until the next check, or None if no check is scheduled."""
         until = min(_BEING_CHECKED if m.check_at is None else m.check_at for m in self._members)
         return None if until == _BEING_CHECKED else max(0.0, until - time.monotonic())
 
@@ -231,7 +231,7 @@ class ServerPool:
         return text is not None
 
     def _note_stored(self, member: _Member, text: str) -> None:
-        """Record a stored passage. If it is the first, check that the other servers have it."""
+        """Record a stored passage. After the first, schedule a check that other servers have it."""
         if self._stored_text is None:
             for other in self._members:
                 if other is not member and other.check_at is None:
@@ -258,7 +258,7 @@ class _Job:
 
 
 _Running = dict[Future[Any], tuple[_Member, _Job | None]]
-"""Running requests, and running checks (without a job)."""
+"""Running requests and checks, with their servers. Checks have no job."""
 
 
 class Journal:
@@ -321,7 +321,7 @@ def first_reachable(servers: Sequence[S]) -> S:
 
 
 def _identity(info: ServerInfo) -> str:
-    """Compute a digest of everything that a server's entries depend on."""
+    """Compute a digest of the fingerprint, namespace and recipe of a server's entries."""
     parts = [info.fingerprint, info.namespace, *info.recipe.encoding]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 

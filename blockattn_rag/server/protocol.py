@@ -35,14 +35,14 @@ INFO = "/blockattn/v1/info"
 ENCODE = "/blockattn/v1/encode"
 
 OPENAI = "/blockattn/openai/v1"
-"""Base URL for clients of OpenAI's API."""
+"""Path of the base URL for clients of OpenAI's API."""
 
 TENANT_HEADER = "x-tenant-id"
-"""HTTP header with a tenant's name. The gateway sets it, and removes it from client requests."""
+"""HTTP header with a tenant's name. The gateway sets it, and must discard values from clients."""
 
 PROTOCOL_VERSION = 2
 FIELD = "blockattn"
-"""This package's field in request and response bodies."""
+"""Name of this package's field in request and response bodies."""
 
 MOST_BLOCKS = 256
 
@@ -51,7 +51,7 @@ _KeyId = Annotated[str, Field(pattern="^[0-9a-f]{16}$")]
 _Texts = Annotated[tuple[str, ...], Field(min_length=1, max_length=MOST_BLOCKS, fail_fast=True)]
 
 Outcome = Literal["found", "encoded", "missing"]
-"""Result per passage: already stored, stored by this request, or not stored."""
+"""Result for a passage: already stored, stored by this request, or not stored."""
 
 
 def marker_key_id() -> str:

@@ -65,7 +65,7 @@ class Share:
         )
 
     def cut_adapter(self, adapter: Correction) -> Correction:
-        """Copy this share of an adapter, for ``Correction.applied``. Its digest differs."""
+        """Copy this share of an adapter, for ``Correction.applied``. The copy's digest differs."""
         layers = [
             LayerCorrection(*(t[heads.start : heads.stop].clone() for t in adapter.layers[layer]))
             for layer, heads in zip(self.layers, self.heads, strict=True)

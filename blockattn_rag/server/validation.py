@@ -1,4 +1,4 @@
-"""Validation, with pydantic, of JSON from other processes, such as request bodies and files."""
+"""Validates JSON from other processes, such as request bodies, with pydantic."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def _explained(error: ValidationError, name: str) -> str:
 
 
 async def read_json(chunks: AsyncIterable[bytes], max_tokens: int) -> Any:
-    """Read and parse a body, without blocking the event loop."""
+    """Read and parse a JSON body without blocking the event loop. Raises ProtocolError."""
     most, body = _OTHER_BODY_BYTES + _BODY_BYTES_PER_TOKEN * max_tokens, bytearray()
     async for chunk in chunks:
         body += chunk

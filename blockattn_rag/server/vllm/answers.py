@@ -1,8 +1,8 @@
 """Reuse reports and tool calls, which this package adds to vLLM's answers to OpenAI clients.
 
-Calls are parsed from tokens, as in process. They start with a special token of the model. The
-same characters in ordinary tokens, for example in a quoted passage, are text. vLLM's parsers, which
-receive only text, would parse them as a call.
+Calls start with a special token of the model, so they are parsed from tokens. The same characters
+in ordinary tokens, for example in a quoted passage, are text. vLLM's parsers, which receive only
+text, would parse them as a call.
 
 Importing this module does not load vLLM.
 """
@@ -41,9 +41,9 @@ class Ticket:
 
     Args:
         ensure_again: Function that checks all blocks of the prompt thoroughly, encodes missing
-            ones, and returns the number of tokens of each encoded block by key.
+            blocks, and returns the number of tokens of each encoded block by key.
         encoded: Number of tokens of each block that was encoded for this request, by key.
-        keys: Keys of the context blocks, in order.
+        keys: Store keys of the context blocks, in order.
     """
 
     plan: BlockPlan
@@ -101,7 +101,7 @@ class ChatReport:
 class ServedTools:
     """Adapts a chat request with tools for vLLM, and adds the tool calls to vLLM's answer.
 
-    Answers are decoded from their token ids, as in process, because vLLM's text may be cut at
+    Answers are decoded from their token ids, because vLLM's text may be cut at
     stop strings or omit control tokens. Thoughts are returned in the answer's field ``reasoning``.
     """
 

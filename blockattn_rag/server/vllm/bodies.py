@@ -1,4 +1,4 @@
-"""Parsing of OpenAI request bodies: chats and completions, with their passages.
+"""Parses OpenAI request bodies: chats and completions, with their passages.
 
 Clients send passages as ``documents``, as content parts of messages, or between markers.
 

@@ -314,7 +314,7 @@ def _rotated(rope: Any, keys: Tensor, position: int, *, is_latent: bool) -> Tens
 
 
 def _shown(rope: Any) -> str:
-    neox = getattr(rope, "is_neox_style", True)  # Some classes support only this style.
+    neox = getattr(rope, "is_neox_style", True)  # Other classes support only this style.
     pairs = "half" if neox else "interleaved"
     dims, base = (getattr(rope, name, "unknown") for name in ("rotary_dim", "base"))
     return f"{type(rope).__name__} ({pairs} pairs of {dims}, base {base})"

@@ -1,4 +1,4 @@
-"""Encoding of missing blocks, in the API server process, before a prompt runs."""
+"""Encodes missing blocks, in the API server's process, before a prompt runs."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ class BlockEnsurer:
         # Logged here, because all waiters may have left. While the breaker is open, nothing is
         # logged, because each request would log the same message.
         if flight.is_asked and not flight.task.cancelled() and (error := flight.task.exception()):
-            logger.warning("A block was not encoded: %s", error)
+            logger.warning("An encoding request failed: %s", error)
 
     def _forget(self, name: tuple[str, bool], flight: _Flight) -> None:
         if self._flights.get(name) is flight:

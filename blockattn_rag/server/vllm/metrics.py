@@ -64,7 +64,7 @@ class ServingStats(KVConnectorStats):
 
 
 class Counters:
-    """Thread-safe counters that are reset at each step."""
+    """Thread-safe counters that are reset when they are read, after each step."""
 
     def __init__(self) -> None:
         self._counts: dict[str, float] = {}

@@ -1,4 +1,4 @@
-"""Conversion of OpenAI clients' prompts to token ids, to blocks, and to vLLM requests.
+"""Converts OpenAI clients' prompts to token ids, blocks and vLLM requests.
 
 The server renders chats with the model's chat template and splits prompts into blocks as an
 in-process engine does, so that both share stored blocks.
@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 _DIALECT = "%llguidance"  # Prefix of grammars in the llguidance dialect.
 
 _UNSUPPORTED = {
-    "echo": "the prompt is not prefilled as a whole",
-    "prompt_logprobs": "the prompt is not prefilled as a whole",
+    "echo": "it requires a complete prefill",
+    "prompt_logprobs": "it requires a complete prefill",
     "use_beam_search": "vLLM runs each beam as a request, which would reload the blocks",
     "truncate_prompt_tokens": "truncation would cut blocks",
     "prompt_embeds": "blocks are looked up by their token ids",
@@ -54,11 +54,11 @@ _UNSUPPORTED = {
 _MOST_REFERENCES = 1_000
 
 Recognizer = Callable[[Spans], Spans]
-"""Function that splits known passages out of a text."""
+"""Function that separates known passages from the text around them."""
 
 
 class TokenPrompt(NamedTuple):
-    """Token ids of a prompt, and its split as in ``BlockPlan``. In full mode, it is not split."""
+    """Token ids of a prompt, and its split as in ``BlockPlan``, which is empty in full mode."""
 
     token_ids: list[int]
     lengths: tuple[int, ...] = ()

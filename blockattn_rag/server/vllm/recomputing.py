@@ -1,4 +1,4 @@
-"""Recomputation of tokens in a loaded context, with a worker's model and pages.
+"""Recomputes tokens of a loaded context, with a worker's model and pages.
 
 As in ``model.recompute``, a first forward pass over the question measures which tokens it attends
 to most. A second pass recomputes these tokens with full attention and writes them to the pages.

@@ -1,4 +1,4 @@
-"""Retries of requests whose blocks were lost, and reuse reports for all answers."""
+"""Retries requests whose blocks were lost, and collects reuse reports."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ async def _retried(
                 "and were encoded again"
                 if encoded_again
                 else f"all its {blocks} blocks were intact in the store: the workers cannot read "
-                "them within load_deadline_s or use another store, or the engine fails"
+                "them within load_deadline_s or use a different store, or the engine fails"
             )
             raise RetryableRequestError(
                 f"The request failed twice: {grammar}the blocks of the prompt could not be loaded, "

@@ -301,7 +301,7 @@ def _set_salt(request: Request, cache_salt: str | None) -> None:
 
 
 def _grammar_failure(request: Request) -> dict[str, Any] | None:
-    """Return ``kv_transfer_params`` with the reason for a grammar failure, or None without failure.
+    """Return ``kv_transfer_params`` with the reason for a grammar failure, if one occurred.
 
     After an error, llguidance's matcher allows only the end of the answer. Without this check, vLLM
     would treat the answer as complete.

@@ -256,7 +256,7 @@ class Service:
 
     @cached_property
     def _prompts(self) -> Prompts:
-        """Prompt renderer. Raises ServingError if the tokenizer cannot be loaded or differs."""
+        """Prompt renderer. Raises ServingError if the tokenizer cannot be loaded or is wrong."""
         try:
             model = self._model_config
             tokenizer = load_tokenizer(model.tokenizer, revision=model.tokenizer_revision)
@@ -267,7 +267,7 @@ class Service:
         prompts = Prompts(tokenizer, self._profile.recipe.promote)
         if prompts.fingerprint != self._profile.tokenizer:
             raise ServingError(
-                f"The server's tokenizer ({prompts.fingerprint[:12]}) does not match the profile's "
+                f"The server's tokenizer ({prompts.fingerprint[:12]}) does not match the model's "
                 f"({self._profile.tokenizer[:12]}); remove --tokenizer"
             )
         return prompts
