@@ -26,7 +26,7 @@ def new_call_id() -> str:
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A model's call of a tool, with arguments by name."""
+    """A model's tool call, with its arguments by name."""
 
     name: str
     arguments: dict[str, Any]

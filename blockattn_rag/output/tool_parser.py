@@ -266,7 +266,7 @@ class _Reader:
         return self._parser.parallel or isinstance(call, InvalidToolCall)
 
     def _bare_start(self, at: int, opening: Mark | None) -> int | None:
-        """Return the start of a call without an opening mark, at first or after another call."""
+        """Return the start of a call without an opening mark: at the start, or after a call."""
         start = self._visible(at)
         if self._calls and self._text.startswith(";", start):
             start = self._visible(start + 1)

@@ -23,7 +23,7 @@ def salt(plan: BlockPlan, profile: ModelProfile, own: str | None = None) -> str:
     """Return the cache salt of a request. Only requests with equal salts share an engine's pages.
 
     In addition to token ids, pages depend on the split into blocks, the model, the sink and the
-    adapter. The salt also covers the tenant and the set of private blocks, so that response times
+    adapter. The salt covers these, the tenant and the set of private blocks, so that response times
     do not reveal other tenants' prompts. ``own``: The client's salt, or a random value.
     """
     private = [place for place, keep in enumerate(plan.keep) if keep.is_private]

@@ -101,8 +101,8 @@ class ChatReport:
 class ServedTools:
     """Adapts a chat request with tools for vLLM, and adds the tool calls to vLLM's answer.
 
-    Answers are decoded from their token ids, because vLLM's text may be cut at
-    stop strings or omit control tokens. Thoughts are returned in the answer's field ``reasoning``.
+    Answers are decoded from their token ids, because vLLM's text may be cut at stop strings
+    or omit control tokens. Thoughts are returned in the answer's field ``reasoning``.
     """
 
     def __init__(self, use: ToolUse, tokenizer: Any, request: Any) -> None:

@@ -149,7 +149,7 @@ def _recomputation(engine: VllmConfig) -> Iterator[str]:
 
 
 def _weights(engine: VllmConfig) -> Iterator[str]:
-    """Yield the reasons why vLLM would load weights from files that were not hashed."""
+    """Yield the reasons why vLLM would load weights that differ from the hashed files."""
     model, load = engine.model_config, engine.load_config
     commit = commit_of(model.model, model.revision)
     if model.quantization and not quantization_of(load_config(model.model, revision=commit)):

@@ -212,7 +212,7 @@ class SchedulerSide:
         for request_id in step.preempted_req_ids or ():
             known = self._requests.get(request_id)
             if known and known.plan and self._profile.recomputed_tokens(known.plan):
-                # Its own pages may contain recomputed tokens, so it must not reuse them.
+                # A preempted request must not reuse its pages, which may have recomputed tokens.
                 own = secrets.token_hex()
                 _set_salt(known.request, salt(known.plan, self._profile, own))
         for request_id, known in self._requests.items():
