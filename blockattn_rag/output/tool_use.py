@@ -87,9 +87,8 @@ class ToolUse:
     def engine_options(self, tokenizer: Any, options: Mapping[str, Any]) -> dict[str, Any]:
         """Create the engine's options for a request with these tools.
 
-        If the caller requests JSON and the model may call tools, a grammar allows both. If the
-        model must call a tool, only calls are allowed. Other grammars are passed on unchanged, or
-        raise ValueError if calls are required or constrained.
+        If calls are required, a grammar allows only calls. With optional calls and JSON output, it
+        allows both. Other grammars raise ValueError if calls are required or constrained.
         """
         if not self._decides(options):
             return dict(options)
