@@ -113,7 +113,7 @@ def test_engines_that_cannot_recompute_are_refused_if_the_recipe_does(
     check_engine(engine, cache, config, profile)
     change(engine, changed)
     check_engine(engine, cache, config, reference.profile)
-    with pytest.raises(ServingError, match=f"{message}; it cannot recompute tokens.*'fast'"):
+    with pytest.raises(ServingError, match=f"{message}, so tokens cannot be recomputed.*'fast'"):
         check_engine(engine, cache, config, profile)
 
 

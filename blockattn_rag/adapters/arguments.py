@@ -24,7 +24,7 @@ def check_known(cls: type, given: Iterable[str], known: Collection[str]) -> None
 
 
 def check_items(given: Iterable[Any], kind: type, advice: str) -> None:
-    """Raise TypeError if an item in a list has another type."""
+    """Raise TypeError, with ``advice``, if an item is not of type ``kind``."""
     for number, value in enumerate(given):
         if not isinstance(value, kind):
             raise TypeError(

@@ -1,4 +1,4 @@
-"""Model calls: adapters convert messages to ``ChatTurn``, and ``Step`` to their answers."""
+"""Calls of framework adapters to a model, with ``ChatTurn`` as input and ``Step`` as output."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class ChatTurn:
     """Chat message with the roles and fields of chat templates.
 
     Args:
-        role: ``"system"``, ``"user"``, ``"assistant"``, ``"tool"``, or another of the template's.
+        role: ``"system"``, ``"user"``, ``"assistant"``, ``"tool"``, or another template role.
         text: Text of the message, with block markers around passages.
         thoughts: Reasoning of an earlier answer. The template decides whether to include it.
         calls: Tool calls of an earlier answer.
@@ -55,7 +55,7 @@ class ChatTurn:
 
 
 def template_messages(turns: Iterable[ChatTurn]) -> list[dict[str, Any]]:
-    """Convert turns to chat-template messages. Results get the name of the called tool."""
+    """Convert turns to chat-template messages. Tool results get the name of the called tool."""
     messages: list[dict[str, Any]] = []
     tools: dict[str, str] = {}  # Tool names by call id.
     for turn in turns:
@@ -73,13 +73,13 @@ def template_messages(turns: Iterable[ChatTurn]) -> list[dict[str, Any]]:
 
 
 def tools_of(model: Model, call: Mapping[str, Any]) -> ToolUse | None:
-    """Return the tools that a call may use. ``tool_calls`` may be set in ``generate_kwargs``."""
+    """Return the tools that a call may use, if any. ``generate_kwargs`` may set ``tool_calls``."""
     options = with_default_calls(model.generate_kwargs, call)
     return ToolUse.of_call(options, lambda: model.source.tokenizer.tokenizer, model.model_name)
 
 
 def template_variables(model: Model, given: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the chat template's variables. Those of the call override ``generate_kwargs``."""
+    """Return the chat template's variables. ``given`` overrides ``generate_kwargs``."""
     defaults = model.generate_kwargs.get("chat_template_kwargs") or {}
     tokenizer = model.source.tokenizer.tokenizer
     return check_template_kwargs(tokenizer, defaults) | check_template_kwargs(tokenizer, given)
@@ -101,7 +101,7 @@ class Exchange:
 
     Args:
         make_prompt: Function that creates the prompt. Async methods call it in another thread.
-        options: Engine options, without those that concern tools.
+        options: Engine options, without tool options.
         tools: Tools that the model may call.
     """
 
@@ -134,7 +134,7 @@ class Exchange:
 
     @property
     def group_key(self) -> object:
-        """Options of the ``Group`` that the call may belong to."""
+        """Key that calls must share to be answered in one batch (``Group``)."""
         return self._source, self.options
 
     def answer(self) -> Step:

@@ -1,6 +1,6 @@
 """Handles in vector-store metadata. Ingestion writes them, and ``gc`` reads them.
 
-They may be stale, because some vector stores keep old metadata when they replace a text
+Handles may be stale, because some vector stores keep old metadata when they replace a text
 (Chroma's ``upsert`` merges metadata). A passage may therefore also have a digest of its text and
 metadata (``DIGEST_KEY``). If the digest does not match, the handle belongs to an earlier text.
 """
@@ -24,14 +24,14 @@ _PAGE = 1000
 
 
 def digest_of(inputs: Mapping[str, Any]) -> str:
-    """Compute a digest of the values that a passage was formatted from, by name."""
+    """Compute a digest of the values, by name, that a passage was formatted with."""
     names = sorted(inputs)
     values = [str(inputs[name]) for name in names]
     return f"{','.join(names)}:{handle_of(chr(0).join(f'{len(v)}:{v}' for v in values))}"
 
 
 def live_handles(places: Iterable[Any]) -> set[str]:
-    """Collect the handles of all passages in a vector store, which ``gc`` keeps.
+    """Collect the handles of all passages in vector stores, whose KV entries ``gc`` keeps.
 
     Stale handles, whose digest does not match the passage's text and metadata, are excluded.
 
@@ -39,7 +39,7 @@ def live_handles(places: Iterable[Any]) -> set[str]:
         places: Chroma collections, LangChain documents, LlamaIndex nodes, or metadata mappings.
 
     Raises:
-        TypeError: An item has another type.
+        TypeError: An item is of a different type.
 
     Example::
 

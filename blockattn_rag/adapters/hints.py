@@ -11,13 +11,13 @@ logger = logging.getLogger("blockattn_rag")
 _UNMARKED_PROMPTS = 3
 _MOST_HEADS = 1000
 _LONG_PROMPT = 200  # Characters. Shorter prompts are assumed to contain no passages.
-# Consecutive prompts, because applications may alternate between templates.
+# Consecutive prompts with a new head, because applications may alternate between templates.
 _NEW_HEADS = 5
 
 
 class ReuseHints:
-    """Logs warnings if the prompts of a model with a store cannot reuse passages, which would
-    otherwise go unnoticed, because the answers are correct."""
+    """Logs warnings if prompts cannot reuse stored passages. This would otherwise go unnoticed,
+    because the answers are correct."""
 
     def __init__(self) -> None:
         self._unmarked = 0

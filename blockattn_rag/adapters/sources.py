@@ -1,4 +1,4 @@
-"""Model sources of framework components: an engine in this process, or a server."""
+"""Model sources of framework components: an engine in this process, or servers."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class EngineSource:
 
     @property
     def lasting_store(self) -> str | None:
-        """Location of a store that other processes can open, or None if it is in memory."""
+        """Location of the store if other processes can open it, otherwise None."""
         return self._location if self._location and lasts(self._location) else None
 
     @property
@@ -158,7 +158,7 @@ class EngineSource:
         }
         if names := [name for name, is_live in live.items() if is_live]:
             raise pickle.PicklingError(
-                f"This was created from live objects ({' and '.join(names)}), which cannot be sent "
+                f"Found live objects ({' and '.join(names)}), which cannot be sent "
                 "to another process; pass the model by name, and the store as a directory or an "
                 "address, or use a single process (an ingestion pipeline without num_workers)"
             )
@@ -211,11 +211,11 @@ class EngineSource:
         return BlockPrompt.from_spans(spans, template)
 
     def string_spans(self, prompt: str, *, parse_special_tokens: bool) -> list[Span]:
-        """Split a prompt. ``parse_special_tokens``: parse control tokens outside of passages."""
+        """Split a prompt. ``parse_special_tokens``: Parse control tokens outside of passages."""
         if parse_special_tokens:
             if holds_orphans(prompt):
                 raise SegmentationError(
-                    "Found a passage that a text splitter cut, in a prompt whose control tokens "
+                    "Found a passage that a text splitter cut in a prompt whose control tokens "
                     "are parsed: control tokens in the passage could end the turn. Keep passages "
                     "complete with configure(llm) or block_query_engine, or use chat messages"
                 )
@@ -266,7 +266,7 @@ class ServerSource:
         self._journal = None if journal is None else str(journal)
 
     def fields(self) -> dict[str, Any]:
-        """Constructor arguments of an equal source, without the API key."""
+        """Return the constructor arguments, without the API key."""
         return {"server": self._server, "journal": self._journal}
 
     @property
@@ -315,9 +315,9 @@ def ingestion_source(
     journal: str | Path | None,
     **arguments: Any,
 ) -> Source:
-    """Find the source of an ingestion step: that of ``llm``, servers, or an engine to load.
+    """Return the source of an ingestion step: the source of ``llm``, servers, or a new engine.
 
-    ``expected`` is the class that ``llm`` should have, and ``arguments`` are for ``EngineSource``.
+    ``expected``: Name of the class that ``llm`` should have. ``arguments``: For ``EngineSource``.
     """
     arguments = {name: value for name, value in arguments.items() if value is not None}
     if llm is not None:

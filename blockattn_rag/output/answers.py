@@ -66,7 +66,7 @@ def has_no_thoughts(options: Mapping[str, Any]) -> bool:
 
 
 def begun_length(text: str, mark: str) -> int:
-    """Number of characters at the end of ``text`` that may be the beginning of ``mark``."""
+    """Return how many characters at the end of ``text`` may be the beginning of ``mark``."""
     return next((n for n in range(len(mark) - 1, 0, -1) if text.endswith(mark[:n])), 0)
 
 
@@ -115,7 +115,7 @@ class ThoughtReader:
         return Said(thoughts, answer)
 
     def _thoughts(self, is_last: bool) -> str:
-        """Thoughts up to the closing mark, or up to trailing text that may be the start of it."""
+        """Return thoughts up to the closing mark, or up to text that may be its beginning."""
         if not self._has_thoughts:
             self._held = self._held.lstrip()
         text, mark, rest = self._held.partition(CLOSING)

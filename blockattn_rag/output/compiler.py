@@ -75,7 +75,7 @@ class Matcher:
         return allowed
 
     def check_begins(self) -> None:
-        """Try the first token of an answer, which most oversized grammars fail on."""
+        """Raise GrammarError if the first token fails, as with most grammars that are too large."""
         self.follow(np.flatnonzero(self._mask())[:1].tolist())
 
     def _mask(self, size: int | None = None) -> NDArray[np.bool_]:
@@ -109,7 +109,7 @@ class GrammarCompiler:
 
     def start(self, grammar: Grammar) -> Future[LLMatcher | str]:
         """Compile a grammar in the background. The result is an error message if it failed."""
-        key = os.getpid(), grammar.kind, grammar.text  # A forked process lacks the threads.
+        key = os.getpid(), grammar.kind, grammar.text  # Threads do not survive a fork.
         new: Future[LLMatcher | str] = Future()
         if (compiled := self._compiled.setdefault(key, new)) is not new:
             return compiled

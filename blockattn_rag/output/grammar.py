@@ -34,9 +34,9 @@ class Grammar:
     def __post_init__(self) -> None:
         if len(self.text) > MOST_CHARACTERS:
             raise GrammarError(
-                f"{self.name} has {len(self.text):,} characters, expected at most "
-                f"{MOST_CHARACTERS:,}. Reduce the choices: retrieve candidates first, or ask in "
-                "several steps"
+                f"An answer's grammar is too long: {self.name} has {len(self.text):,} characters, "
+                f"expected at most {MOST_CHARACTERS:,}. Reduce the number of options: retrieve "
+                "candidates first, or ask in several steps"
             )
 
     def __str__(self) -> str:
@@ -54,7 +54,7 @@ def choice_grammar(choices: Sequence[str]) -> str:
 
 
 def parse_grammar(response_format: Any, structured_outputs: Any) -> Grammar | None:
-    """Parse a call's grammar options. Returns None if no option is set, or if any text is allowed.
+    """Parse a call's grammar options. Returns None if they allow any text.
 
     Args:
         response_format: Response format as in OpenAI's API, or a pydantic class.

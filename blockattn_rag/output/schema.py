@@ -1,8 +1,8 @@
 """Prepares JSON schemas for compilation, and checks the size of grammars.
 
 JSON Schema allows objects to have properties that the schema does not mention. Small models keep
-adding those, so objects are closed where this is safe, as in vLLM. Every answer that matches the
-closed schema also matches the original.
+adding such properties, so objects are closed where this is safe, as in vLLM. Every answer that
+matches the closed schema also matches the original.
 
 llguidance compiles grammars recursively. Each nested level and each reference takes up to 4.5 KiB
 of the compiling thread's stack, which is usually 8 MiB. An overflow would crash the process.
@@ -23,10 +23,10 @@ from urllib.parse import unquote
 from blockattn_rag.errors import GrammarError
 
 MOST_OPTIONAL = 2_000
-"""Maximum number of optional properties in an object. Compile time is quadratic in it."""
+"""Maximum number of optional properties in an object. Compile time is quadratic in the number."""
 
 MOST_LEVELS = 800
-"""Maximum number of levels, including those of chained references."""
+"""Maximum depth of a grammar. Chained references add their levels."""
 
 # Tokens in llguidance's dialect of Lark.
 _TOKEN = re.compile(
@@ -50,7 +50,7 @@ _OPEN = ("additionalProperties", "patternProperties", "unevaluatedProperties")
 
 
 def prepared(schema: dict[str, Any]) -> dict[str, Any]:
-    """Copy a schema with closed objects, and without unsupported formats.
+    """Copy a schema, close its objects, and remove unsupported formats.
 
     Objects stay open if they require a property that they do not define. If the schema combines
     schemas, all objects stay open, because a property may belong to another part.
@@ -120,7 +120,7 @@ class _Part(NamedTuple):
 
 
 def check_schema(schema: Any) -> None:
-    """Check the depth of a JSON schema."""
+    """Raise GrammarError if a JSON schema is too deep."""
     known: dict[int, _Part] = {}
     whole = _part(schema, known)
     pointers = [name for name in whole.names if name == "#" or name.startswith("#/")]
@@ -131,7 +131,7 @@ def check_schema(schema: Any) -> None:
 
 
 def check_lark(grammar: str) -> None:
-    """Check the depth of a grammar in llguidance's dialect of Lark, and of its JSON schemas."""
+    """Raise GrammarError if a Lark grammar for llguidance, or a schema in it, is too deep."""
     names: dict[str, set[str]] = defaultdict(set)
     levels: dict[str, int] = defaultdict(lambda: 1)
     rule, depth, at = "", 0, 0
@@ -186,7 +186,7 @@ def _resolved(schema: Any, pointer: str) -> Any:
 
 
 def _longest(parts: Mapping[str, _Part]) -> int:
-    """Upper bound for the levels in a chain of references, regardless of their order."""
+    """Return an upper bound for the levels in any chain of references."""
     references = {name: part.names & parts.keys() for name, part in parts.items()}
     order = TopologicalSorter(references)
     with suppress(CycleError):

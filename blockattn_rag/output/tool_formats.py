@@ -15,7 +15,7 @@ from blockattn_rag.output.schema import prepared
 from blockattn_rag.prompts.blocks import Span
 
 ID_LENGTH = 9
-"""Length of call ids. Mistral's chat templates require it, others accept it."""
+"""Length of call ids. Mistral's chat templates require this length; others accept it."""
 
 _HALF = re.compile("[\ud800-\udfff]")
 
@@ -26,7 +26,7 @@ def new_call_id() -> str:
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A tool call: tool name, and arguments by name."""
+    """A model's tool call, with its arguments by name."""
 
     name: str
     arguments: dict[str, Any]
@@ -40,7 +40,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class InvalidToolCall:
-    """An invalid tool call in a model's answer, and what was expected and found."""
+    """An invalid tool call in a model's answer. ``error`` says what was expected and found."""
 
     text: str
     error: str
@@ -50,7 +50,7 @@ class InvalidToolCall:
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """How a model family writes tool calls.
+    """Format in which a model family writes tool calls.
 
     Args:
         opening: Mark before a call or a list of calls.
@@ -116,11 +116,11 @@ FORMATS: dict[str, ToolFormat] = {
         ),
     )
 }
-"""Known formats by name. Later formats also accept other forms of calls."""
+"""Known formats by name, in the order in which ``tool_template`` tries them."""
 
 
 def mark_ids(form: ToolFormat, tokenizer: Any) -> dict[str, int]:
-    """Token ids of marks that are single added tokens of a transformers tokenizer."""
+    """Return the token ids of marks that are single added tokens of a transformers tokenizer."""
     added = getattr(tokenizer, "added_tokens_decoder", {})
     numbers = {str(token): number for number, token in added.items()}
     return {mark: numbers[mark] for mark in form.marks if mark in numbers}
@@ -206,7 +206,7 @@ def _escaped(text: str) -> str:
 def read_call(
     value: Any, text: str, argument_keys: Sequence[str] = ("arguments",)
 ) -> ToolCall | InvalidToolCall:
-    """Parse a JSON value as a call, which is invalid if it has unknown fields."""
+    """Parse a JSON value, written as ``text``, as a call. Unknown fields make the call invalid."""
     if not isinstance(value, dict):
         return InvalidToolCall(text, f"Expected a JSON object, found {_kind(value)}")
     name = value.get("name")

@@ -37,7 +37,7 @@ class ReadAnswer(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """Position of a mark in an answer. Control tokens are not in its text: start equals end."""
+    """Position of a mark in an answer's text. Control tokens have no length: start equals end."""
 
     start: int
     end: int
@@ -74,8 +74,8 @@ class CallParser:
     Later text and calls are dropped.
 
     Args:
-        names: Names of the tools. If an answer starts with a JSON object that has no opening mark
-            and is not a valid call, it is an invalid call if it has one of these names, else text.
+        names: Names of the tools. In formats without a required mark, a JSON object that is not a
+            valid call is an invalid call if it has one of these names, and text otherwise.
         only_first: Whether answers that do not start with a call are entirely text. True if a
             grammar decides between calls and text.
         parallel: Whether an answer may have several calls.
@@ -266,7 +266,7 @@ class _Reader:
         return self._parser.parallel or isinstance(call, InvalidToolCall)
 
     def _bare_start(self, at: int, opening: Mark | None) -> int | None:
-        """Start of a call without an opening mark, at the start of an answer or after a call."""
+        """Return the start of a call without an opening mark: at the start, or after a call."""
         start = self._visible(at)
         if self._calls and self._text.startswith(";", start):
             start = self._visible(start + 1)
@@ -311,7 +311,7 @@ class _Reader:
         return mark.end if mark and mark.text == self._form.closing else stop
 
     def _read_head(self, start: int) -> tuple[str | None, str | None, int | None]:
-        """Return the name and id before the JSON, and the JSON's start. None: not there."""
+        """Return the name and id before a call's JSON, and the JSON's start, or None if absent."""
         form, begin = self._form, self._visible(start)
         mark = self._next_mark(start, *form.marks) if form.arguments_mark else None
         is_json = bool(form.closing) or self._text.startswith(("[", "{"), begin)

@@ -164,7 +164,7 @@ _known: dict[str, _Probed] = {}
 
 
 def tool_template(tokenizer: Any) -> ToolTemplate | None:
-    """Detect tool support in a chat template. None: no tools, or an unknown format of calls."""
+    """Detect a chat template's tool support. None: no support, or an unknown format of calls."""
     return _probed(tokenizer).tools
 
 
@@ -196,7 +196,7 @@ def _probe(tokenizer: Any, source: str) -> _Probed:
             return ""
         return str(rendered)
 
-    # A template without the word "tool" renders messages of any role.
+    # Templates that render any role, without mentioning tools, do not support results.
     shows = "tool" in source and _RESULT in render(history)
     for variable, is_wrapped in (("tools", True), ("xml_tools", False)):
         tools = {variable: [_TOOL if is_wrapped else _FUNCTION]}

@@ -21,7 +21,7 @@ from blockattn_rag.prompts.chat_template import Message, Spans, chat_spans, has_
 AUTO, REQUIRED, NONE = "auto", "required", "none"
 
 TOOL_OPTIONS = ("tools", "tool_choice", "parallel_tool_calls", "tool_calls")
-"""Names of the options that concern tools."""
+"""Names of the tool options of a request."""
 
 _JSON_KINDS = ("json", "json_object")
 
@@ -72,8 +72,8 @@ class ToolUse:
             raise ValueError(
                 f"The chat template of {model_name or 'this model'} does not support tools, or "
                 "uses an unknown format for calls (known: Hermes and Qwen, Llama 3, Mistral, "
-                "Granite, SmolLM3). Use another model, set the tokenizer's chat_template to one "
-                "that supports tools, require a call (tool_choice), or omit the tools: "
+                "Granite, SmolLM3). Use another model, set a chat_template that supports tools, "
+                "require a call (tool_choice, with any chat template), or omit the tools: "
                 "RetrieveFirst retrieves passages without tool calls (docs/guides/agents.md)"
             )
         return cls(
@@ -87,8 +87,8 @@ class ToolUse:
     def engine_options(self, tokenizer: Any, options: Mapping[str, Any]) -> dict[str, Any]:
         """Create the engine's options for a request with these tools.
 
-        If the caller requests JSON and the model may call tools, a grammar allows both. If the
-        model must call a tool, only calls are allowed. Other grammars are passed on unchanged.
+        If calls are required, a grammar allows only calls. With optional calls and JSON output, it
+        allows both. Other grammars raise ValueError if calls are required or constrained.
         """
         if not self._decides(options):
             return dict(options)
@@ -121,7 +121,7 @@ class ToolUse:
         )
 
     def _decides(self, options: Mapping[str, Any]) -> bool:
-        """Whether a grammar separates calls from anything else, starting with the first token."""
+        """Whether a grammar separates calls from other output, starting with the first token."""
         if self.choice != AUTO or self.constrained:
             return True
         grammar = parse_grammar(options.get("response_format"), options.get("structured_outputs"))
@@ -175,7 +175,7 @@ def with_default_calls(defaults: Mapping[str, Any], call: Mapping[str, Any]) -> 
 
 
 def without_tool_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a request's options without those that concern tools."""
+    """Return a request's options without the tool options."""
     return {name: value for name, value in options.items() if name not in TOOL_OPTIONS}
 
 

@@ -1,4 +1,4 @@
-"""Serving: block mode in vLLM, and a client. Names are imported lazily."""
+"""Block mode on vLLM servers: the connector and endpoints, and clients."""
 
 from __future__ import annotations
 

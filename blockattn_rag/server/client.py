@@ -1,4 +1,4 @@
-"""Client for a server: server info, ingestion, and questions through OpenAI's client."""
+"""Client of a block-mode server, for ingestion, questions and server information."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _COUNTS = ("hits", "misses", "reused_tokens", "computed_tokens")
 
 
 class ServerClient:
-    """Client for a server that runs this package's connector, such as ``blockattn-rag serve``.
+    """Client of a vLLM server with this package's connector (``blockattn-rag serve``).
 
     Args:
         url: Address of the server, such as ``"http://gpu:8000"``, with or without ``/v1``.
@@ -57,7 +57,7 @@ class ServerClient:
         self.url = server_url(url)
         api_key = api_key or os.environ.get(API_KEY_VARIABLE) or "none"
         if not api_key.isascii() or not api_key.isprintable() or " " in api_key:
-            # The message omits the key.
+            # The message omits the key, because messages may be logged.
             raise ValueError("Invalid API key: expected printable ASCII characters without spaces")
         self.openai = openai.OpenAI(
             base_url=self.openai_url, api_key=api_key, timeout=timeout_s, max_retries=retries
@@ -72,8 +72,8 @@ class ServerClient:
         """Server information, fetched on first use.
 
         Raises:
-            ServingError: The server is unreachable, does not have the connector, or uses another
-                protocol version.
+            ServingError: The server is unreachable, has no connector, or uses a different protocol
+                version.
         """
         try:
             return ServerInfo.from_dict(self._ask(INFO))
@@ -81,7 +81,7 @@ class ServerClient:
             raise ServingError(f"{self.url}: {error}") from error
 
     def check(self) -> ServerInfo:
-        """Check the server's health, and refresh ``info``.
+        """Check the server's health, and return its current information. ``info`` stays cached.
 
         Raises:
             ServingError: The server is unhealthy or does not respond within 30 seconds; see also
@@ -97,9 +97,9 @@ class ServerClient:
         """Raise ServingError if the server's marker key differs from this installation's."""
         if self.info.marker_key != marker_key_id():
             raise ServingError(
-                f"{self.url} has another marker key, so it would treat markers as plain text; set "
-                "the environment variable BLOCKATTN_RAG_MARKER_KEY to the same value on the server "
-                "and here (docs/security.md)"
+                f"{self.url} has a different marker key, so it would treat markers as plain text; "
+                "set the environment variable BLOCKATTN_RAG_MARKER_KEY to the same value on the "
+                "server and here (docs/security.md)"
             )
 
     def encode(
@@ -114,11 +114,11 @@ class ServerClient:
         return pool.encode(texts, show_progress=show_progress, on_progress=on_progress)
 
     def is_stored(self, text: str) -> bool:
-        """Whether a passage is stored. Raises ServingError if the server does not respond."""
+        """Whether a passage is stored. Raises ServingError if the request fails."""
         return self.send(EncodeBody((text,), only_look=True)).passages == ("found",)
 
     def send(self, body: EncodeBody) -> EncodeAnswer:
-        """Send one request that encodes passages or looks them up."""
+        """Send a request to encode or look up passages. Raises MissError or ServingError."""
         fields = {"texts": body.texts, "only_look": body.only_look}
         answer = EncodeAnswer.from_dict(self._ask(ENCODE, fields))
         if len(answer.passages) != len(body.texts):
@@ -144,16 +144,17 @@ class ServerClient:
         Args:
             passages: Texts of the passages, in prompt order.
             mode: ``"block"`` reuses passages; ``"full"`` prefills the complete prompt.
-            take: Callback for each piece of the answer.
+            take: Function to call with each piece of the answer.
             max_tokens: Maximum number of tokens in the answer.
             schema: JSON schema that the answer must match.
             chat_template_kwargs: Variables of the model's chat template.
 
         Returns:
-            The finish reason, and the server's reuse statistics, with times measured by the client.
+            Finish reason, and reuse statistics of the server, with times measured by this client.
 
         Raises:
-            MissError, ServingError: The server did not return an answer.
+            MissError: A passage is not stored, and the server is read-only.
+            ServingError: The server did not return a complete answer.
         """
         extra: dict[str, Any] = {FIELD: {"mode": mode}}
         if schema is not None:
@@ -174,7 +175,7 @@ class ServerClient:
                         if take is not None:
                             take(text)
         if not reason:
-            raise ServingError(f"{self.url} ended an answer without a finish reason")
+            raise ServingError(f"{self.url} sent no finish reason; see the server's log")
         now = time.perf_counter()
         stats = ReuseStats(
             report.get("mode", mode),
@@ -231,19 +232,19 @@ class ServerClient:
             raise self._failure(error, path) from error
         except openai.APITimeoutError as error:
             raise ServingError(
-                f"{self.url} sent no data for {self.openai.timeout:g} seconds; raise timeout_s, or "
-                "reduce the load"
+                f"{self.url} sent no data for {self.openai.timeout:g} seconds; reduce the load, or "
+                "raise timeout_s (which health checks ignore)"
             ) from error
         except openai.APIConnectionError as error:
             raise ServingError(f"Cannot reach {self.url}: {error.__cause__ or error}") from error
         except (openai.APIError, httpx.HTTPError) as error:
-            # The connection failed during a stream.
+            # During a stream, the connection failed or the server sent an error.
             raise ServingError(f"{self.url} failed in the middle of an answer: {error}") from error
 
     def _failure(self, error: openai.APIStatusError, path: str) -> ServingError | MissError:
         code = error.status_code
         fields = error.body if isinstance(error.body, dict) else {"message": error.response.text}
-        message = f"{self.url} answers {code}: {str(fields.get('message', fields))[:1000]}"
+        message = f"{self.url} returned status {code}: {str(fields.get('message', fields))[:1000]}"
         if code == 409:
             return MissError(message)
         if code in (401, 403):
@@ -257,7 +258,7 @@ class ServerClient:
 
 
 def server_url(url: str) -> str:
-    """Validate a server's address, and remove a path such as ``/v1``.
+    """Validate a server's address, and remove the path of the API, such as ``/v1``.
 
     Raises:
         ValueError: The address is invalid, or contains a user name or password.
@@ -265,8 +266,8 @@ def server_url(url: str) -> str:
     address = url.strip() if isinstance(url, str) else ""
     if "@" in address:
         raise ValueError(
-            "The server's address contains a user or password, which would appear in messages; "
-            "pass a key as api_key instead"
+            "The server's address contains a user name or password, which would appear in "
+            "messages; pass a key as api_key instead"
         )
     try:
         parts = urlsplit(str(httpx.URL(address)))

@@ -23,11 +23,11 @@ from blockattn_rag.store import KVStore, RedisStore, open_store
 from blockattn_rag.store.urls import bytes_of, is_cache, lasts
 
 CONNECTOR = "BlockAttentionConnector"
-"""Name of the connector class, and of the connector in vLLM."""
+"""Name of the connector in vLLM, and of its class."""
 
 
 def as_computed(engine: Any) -> tuple[str, str]:
-    """Values of vLLM's ``cache_dtype`` with which the cache has the model's dtype."""
+    """Return the values of vLLM's ``cache_dtype`` for which the cache has the model's dtype."""
     return "auto", str(engine.model_config.dtype).removeprefix("torch.")
 
 
@@ -36,7 +36,7 @@ NOT_RECOMPUTING: dict[str, Callable[[Any], bool]] = {
     "--pipeline-parallel-size": lambda engine: engine.parallel_config.pipeline_parallel_size > 1,
     "--kv-cache-dtype": lambda engine: engine.cache_config.cache_dtype not in as_computed(engine),
 }
-"""vLLM options that prevent workers from recomputing tokens, each with a check of vLLM's config."""
+"""vLLM options that prevent the recomputation of tokens, with functions that detect their use."""
 
 
 def _check_size(size: str) -> str:
@@ -47,7 +47,7 @@ def _check_size(size: str) -> str:
 def _check_lasts(store: str) -> str:
     if not lasts(store):
         raise ValueError(
-            "expected a path or an address that all processes of the server can access, found "
+            "Expected a path or an address that all processes of the server can access, found "
             f"{store!r}, which is private to each process"
         )
     return store
@@ -56,7 +56,7 @@ def _check_lasts(store: str) -> str:
 def _check_cache(cache: str) -> str:
     if not is_cache(cache):
         raise ValueError(
-            "expected the address of a Redis or Valkey server, such as "
+            "Expected the address of a Redis or Valkey server, such as "
             f"redis://host:port/database, found {cache!r}"
         )
     return cache
@@ -70,7 +70,7 @@ _Size = Annotated[str, AfterValidator(_check_size)]
 class ServingConfig:
     """Options of the connector, shared by all processes of a server (docs/guides/serving_vllm.md).
 
-    ``tenant_secret_env`` names an environment variable, because engines log their options.
+    ``tenant_secret_env`` names an environment variable for the secret, because vLLM logs options.
     """
 
     store: Annotated[str, AfterValidator(_check_lasts)]
@@ -91,7 +91,7 @@ class ServingConfig:
 
     @classmethod
     def parse(cls, options: Mapping[str, Any]) -> ServingConfig:
-        """Parse a JSON object. Raises ProtocolError, which is a ValueError."""
+        """Parse options from a JSON object. Raises ProtocolError, which is a ValueError."""
         return parse(cls, options, "kv_connector_extra_config")
 
     @property
@@ -111,8 +111,8 @@ class ServingConfig:
     def profile_of(
         self, model: str, dtype: torch.dtype, revision: str | None = None
     ) -> tuple[ModelProfile, Recipe]:
-        """Build the profile of a model that vLLM runs, and load its recipe. Weight files are not
-        loaded, only hashed once, which takes seconds per 10 GB."""
+        """Build the profile of a model that vLLM runs, and load its recipe. Weight files are only
+        hashed, once, which takes a few seconds per 10 GB."""
         checkpoint = CheckpointModel(model, dtype, revision)
         recipe = resolve_recipe(self.recipe, checkpoint, open_store(self.store))
         profile = profile_of(checkpoint, recipe)
@@ -123,8 +123,8 @@ class ServingConfig:
             if expected is not None and found != expected:
                 raise ServingError(
                     f"The {what} of this process ({found[:12]}) differs from the one that the "
-                    f"server was started with ({expected[:12]}): its files changed, or a vLLM "
-                    "option selects another one; restart the server"
+                    f"server was started with ({expected[:12]}). If its files changed, restart the "
+                    "server. Otherwise, remove the vLLM options that select other files"
                 )
         return profile, recipe
 
@@ -141,8 +141,8 @@ class ServingConfig:
         return not self.read_only or self.private_bytes > 0
 
     def nearer_tiers(self, profile: ModelProfile, share: Share) -> dict[str, str | KVStore]:
-        """Tiers of a rank before the home by name, fastest first. Other models and ranks cannot
-        read this rank's parts of blocks, because folder and prefix include model and share."""
+        """Return a rank's tiers in front of the home, by name, fastest first. Their locations
+        include the model and the share, because entries contain only this rank's share."""
         name = f"{profile.fingerprint[:16]}/{share.name}"
         tiers: dict[str, str | KVStore] = {"memory": f"memory:{self.memory}"}
         if self.disk is not None:

@@ -22,9 +22,9 @@ _SALT = re.compile(r"ba1-[0-9a-f]{40}")
 def salt(plan: BlockPlan, profile: ModelProfile, own: str | None = None) -> str:
     """Return the cache salt of a request. Only requests with equal salts share an engine's pages.
 
-    In addition to the token ids, pages depend on the split into blocks, the model, the sink and the
-    adapter, so the salt includes these. It also includes the tenant and the set of private blocks,
-    so response times do not reveal the prompts of other tenants.
+    In addition to token ids, pages depend on the split into blocks, the model, the sink and the
+    adapter. The salt covers these, the tenant and the set of private blocks, so that response times
+    do not reveal other tenants' prompts. ``own``: The client's salt, or a random value.
     """
     private = [place for place, keep in enumerate(plan.keep) if keep.is_private]
     cut = [plan.op, plan.lengths, private]
@@ -34,8 +34,8 @@ def salt(plan: BlockPlan, profile: ModelProfile, own: str | None = None) -> str:
 
 
 def full_mode_salt(secret: str, namespace: str, given: str | None) -> str:
-    """Return the secret cache salt of a tenant's full-mode requests. Without it, equal prompts
-    would share an engine's pages, and response times would reveal other tenants' prompts."""
+    """Return a secret cache salt for a tenant's full-mode request with the client's salt ``given``.
+    It prevents tenants from sharing pages, which would reveal their prompts in response times."""
     said = json.dumps([PROTOCOL_VERSION, "full", namespace, given])
     return "tenant-" + code(said, secret)
 
@@ -46,7 +46,7 @@ def is_salt(cache_salt: object) -> bool:
 
 
 class BlockId(NamedTuple):
-    """Context block of a prompt.
+    """Context block of a prompt, with its store keys.
 
     Args:
         start: Index of its first token in the prompt.
@@ -92,19 +92,19 @@ def block_keys(
     profile: ModelProfile,
     read_namespaces: Sequence[str] = (),
 ) -> list[BlockId]:
-    """Compute the store keys of a prompt's context blocks, as a local engine does.
+    """Compute the store keys of a prompt's context blocks, as an engine in process does.
 
     The first block of a prompt is encoded without sink and adapter, and all others with them. With
-    ``op="encode"``, ``token_ids`` are the sink, unless the block opens a prompt, and the block.
+    ``op="encode"``, ``token_ids`` is the sink (none if the block opens a prompt) and the block.
     """
     opens_prompt, start = plan.op != "encode", 0
     if plan.op == "encode":
         opens_prompt, start = plan.opens_prompt, len(token_ids) - plan.lengths[0]
         if tuple(token_ids[:start]) != (() if opens_prompt else profile.sink_ids):
             raise ProtocolError(
-                f"Found {start} tokens before the block to be encoded, expected the "
+                f"Found {start} tokens before the block to encode, expected exactly the "
                 f"{len(profile.sink_ids)} tokens of the server's sink ({profile.recipe.sink}), or "
-                "none with opens_prompt"
+                "no tokens with opens_prompt"
             )
     access = Access(plan.namespace, tuple(read_namespaces))
     found = []

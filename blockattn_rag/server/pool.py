@@ -25,7 +25,7 @@ from blockattn_rag.server.protocol import EncodeAnswer, EncodeBody, ServerInfo
 
 logger = logging.getLogger("blockattn_rag")
 
-_AT_ONCE = 8  # Requests per server, which batches their passages.
+_AT_ONCE = 8  # Concurrent requests per server, which batches their passages.
 _BATCH_PASSAGES, _BATCH_CHARACTERS = 32, 1 << 15
 _CHECK_AGAIN_S = 5.0  # Interval between health checks of a failed server.
 _BEING_CHECKED = float("inf")  # Time of the next check while a check is running.
@@ -33,7 +33,7 @@ _EXCERPT = 60  # Characters of a passage in the journal.
 
 
 class Server(Protocol):
-    """Methods of ``ServerClient`` that ingestion requires. The client imports this module."""
+    """Methods of ``ServerClient`` that ingestion requires. A protocol avoids an import cycle."""
 
     url: str
 
@@ -51,15 +51,15 @@ S = TypeVar("S", bound=Server)
 
 
 class ServerPool:
-    """Servers with the same model and store that share the encoding of passages.
+    """Encodes passages on servers with the same model and store.
 
     Each server receives new requests as it completes earlier ones. If a server fails temporarily,
-    its requests go to other servers. It is checked every few seconds, and used again once it is
-    healthy.
+    its requests go to other servers. A failed server is checked every few seconds, and used again
+    once it is healthy.
 
     Args:
         servers: Clients of the servers (``ServerClient``).
-        journal: Folder of records about which server stored which passage. Recorded passages are
+        journal: Folder with records of the passages that each server stored. Recorded passages are
             skipped without a request; delete the folder to look them up again. Several processes
             may share it. Default: no journal.
 
@@ -77,7 +77,7 @@ class ServerPool:
 
     @cached_property
     def info(self) -> ServerInfo:
-        """Info of the first server that responds. Raises ServingError."""
+        """Information from the first server that responds. Raises ServingError if none does."""
         return first_reachable([member.server for member in self._members]).info
 
     @cached_property
@@ -133,7 +133,7 @@ class ServerPool:
         return replace(stats, seconds=time.perf_counter() - started)
 
     def remove_journal(self) -> None:
-        """Delete the journal, so that all passages are looked up again. Other files are kept."""
+        """Delete the journal, so that all passages are looked up again. Other files remain."""
         self.__dict__.pop("_journal", None)
         if (folder := self._folder) is not None and folder.is_dir():
             for path in folder.glob("*.jsonl"):
@@ -144,8 +144,8 @@ class ServerPool:
     def _answers(
         self, bodies: Iterable[EncodeBody]
     ) -> Generator[tuple[str, EncodeBody, EncodeAnswer], None, None]:
-        """Send each body to a server, and on failure to others. Yields the server's address, the
-        body, and the answer."""
+        """Send each body to a server and, if this fails, to other servers. Yields the server's
+        address, the body, and the answer."""
         jobs, running = deque(map(_Job, bodies)), _Running()
         last_error = ServingError("No server is healthy")
         with ThreadPoolExecutor(_AT_ONCE * len(self._members), "blockattn-rag-encode") as threads:
@@ -170,7 +170,7 @@ class ServerPool:
                         else:
                             self._note_stored(member, job.body.texts[-1])
                             yield member.server.url, job.body, answer
-            finally:  # Do not wait for running requests after an error or an interrupt.
+            finally:  # After an error or an interrupt, cancel queued requests.
                 for request in running:
                     request.cancel()
 
@@ -197,7 +197,7 @@ class ServerPool:
             running[threads.submit(member.server.send, job.body)] = (member, job)
 
     def _wait_s(self) -> float | None:
-        """Seconds until the next check, or None if none is scheduled."""
+        """Return the seconds until the next check, or None if no check is scheduled."""
         until = min(_BEING_CHECKED if m.check_at is None else m.check_at for m in self._members)
         return None if until == _BEING_CHECKED else max(0.0, until - time.monotonic())
 
@@ -212,15 +212,15 @@ class ServerPool:
         if job is None:
             member.check_at = time.monotonic() + _CHECK_AGAIN_S
         elif member.check_at is None:
-            logger.warning("%s; its passages are sent to other servers until it is healthy", error)
+            logger.warning("%s; other servers receive its passages until it is healthy", error)
             member.check_at = 0.0
 
     def _check(self, server: Server) -> bool:
         """Check that a server is healthy, is configured like the others, and has a passage that
-        another one stored. False if none is stored yet."""
+        another server stored. Returns False if no passage has been stored yet."""
         if _identity(server.check()) != _identity(self.info):
             raise ValueError(
-                f"{server.url} has a different model, recipe or namespace than another server; "
+                f"{server.url} has a different model, recipe or namespace from another server; "
                 "pass servers with the same configuration"
             )
         if (text := self._stored_text) is not None and not server.is_stored(text):
@@ -231,7 +231,7 @@ class ServerPool:
         return text is not None
 
     def _note_stored(self, member: _Member, text: str) -> None:
-        """Record a stored passage. If it is the first, check that the other servers have it."""
+        """Record a stored passage. After the first, schedule a check that other servers have it."""
         if self._stored_text is None:
             for other in self._members:
                 if other is not member and other.check_at is None:
@@ -258,7 +258,7 @@ class _Job:
 
 
 _Running = dict[Future[Any], tuple[_Member, _Job | None]]
-"""Running requests, and running checks (without a job)."""
+"""Running requests and checks, with their servers. Checks have no job."""
 
 
 class Journal:
@@ -321,7 +321,7 @@ def first_reachable(servers: Sequence[S]) -> S:
 
 
 def _identity(info: ServerInfo) -> str:
-    """Compute a digest of everything that a server's entries depend on."""
+    """Compute a digest of the fingerprint, namespace and recipe of a server's entries."""
     parts = [info.fingerprint, info.namespace, *info.recipe.encoding]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 

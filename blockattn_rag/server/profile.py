@@ -60,7 +60,7 @@ class ModelProfile:
         dtype: Dtype of keys and values, one of ``DTYPES``.
         layers: Layers that store keys and values.
         hidden_layers: Total number of layers, including layers that share keys and values.
-        vocab_size: Upper bound of token ids.
+        vocab_size: Size of the vocabulary. All token ids are smaller.
         max_positions: Maximum number of tokens, prompt and answer together, for which keys are
             exact.
         block_tuned: Whether the model is marked as block-fine-tuned.
@@ -97,7 +97,7 @@ class ModelProfile:
 
 def profile_of(model: AnyModel, recipe: Recipe | None = None) -> ModelProfile:
     """Build the profile of a model. Reads all weights, or their files, to compute the fingerprint.
-    Default recipe: the settings of the model's block fine-tuning, or no sink."""
+    Default recipe: the options that the model was fine-tuned with, or an empty recipe."""
     if recipe is None:
         trained: dict[str, Any] = {**model.tuned_with}
         recipe = Recipe(**trained)

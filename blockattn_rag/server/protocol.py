@@ -35,14 +35,14 @@ INFO = "/blockattn/v1/info"
 ENCODE = "/blockattn/v1/encode"
 
 OPENAI = "/blockattn/openai/v1"
-"""Base URL for clients of OpenAI's API."""
+"""Path of the base URL for clients of OpenAI's API."""
 
 TENANT_HEADER = "x-tenant-id"
-"""HTTP header of the tenant, set by the gateway, which must remove it from client requests."""
+"""HTTP header with a tenant's name. The gateway sets it, and must discard values from clients."""
 
 PROTOCOL_VERSION = 2
 FIELD = "blockattn"
-"""This package's field in request and response bodies."""
+"""Name of this package's field in request and response bodies."""
 
 MOST_BLOCKS = 256
 
@@ -51,11 +51,11 @@ _KeyId = Annotated[str, Field(pattern="^[0-9a-f]{16}$")]
 _Texts = Annotated[tuple[str, ...], Field(min_length=1, max_length=MOST_BLOCKS, fail_fast=True)]
 
 Outcome = Literal["found", "encoded", "missing"]
-"""Result per passage: already stored, stored by this request, or not stored."""
+"""Result for a passage: already stored, stored by this request, or not stored."""
 
 
 def marker_key_id() -> str:
-    """Public id of the marker key. Installations with equal ids accept each other's markers."""
+    """Return the marker key's id. Installations with equal ids accept each other's markers."""
     return hmac.new(marker_key(), b"blockattn-rag key id", hashlib.sha256).hexdigest()[:16]
 
 
@@ -100,12 +100,12 @@ class ServerInfo:
 
 @dataclass(config=STRICT, frozen=True, slots=True)
 class EncodeBody:
-    """Request to ``ENCODE``, which stores passages, with the text around them that prompts have.
+    """Body of a request to ``ENCODE``, which stores passages in the prompt format ``CHAT``.
 
     Args:
         texts: Texts of the passages. White space around them is ignored, as in prompts.
-        only_look: Whether to only look passages up, and report those that are not stored as
-            missing.
+        only_look: Whether to look up passages without encoding them. Passages that are not stored
+            are reported as missing.
     """
 
     texts: _Texts
@@ -120,7 +120,7 @@ class EncodeBody:
             try:
                 text.encode()
             except UnicodeEncodeError:
-                raise ValueError(f"The text {place} contains a lone surrogate") from None
+                raise ValueError(f"The text {place} contains a lone surrogate; remove it") from None
         return texts
 
     @classmethod

@@ -35,14 +35,14 @@ class Share:
         cls, profile: ModelProfile, rank: int = 0, ranks: int = 1, layers: range | None = None
     ) -> Share:
         """Create the share of a tensor-parallel rank. If there are more ranks than heads, ranks
-        share heads. ``layers``: those of the pipeline-parallel rank. Default: all."""
+        share heads. ``layers``: Layers of the pipeline-parallel rank. Default: all layers."""
         layers = range(len(profile.layers)) if layers is None else layers
         heads = (share_of(rank, ranks, profile.layers[layer].kv_heads) for layer in layers)
         return cls(layers, tuple(heads))
 
     @property
     def name(self) -> str:
-        """Unique name among a model's shares, such as ``layers-0-32-heads-2-4``, for disk tiers."""
+        """Name that is unique among a model's shares, such as ``layers-0-32-heads-2-4``."""
         found = f"layers-{self.layers.start}-{self.layers.stop}"
         if len(set(self.heads)) > 1:
             every = ",".join(f"{heads.start}-{heads.stop}" for heads in self.heads)
@@ -50,7 +50,7 @@ class Share:
         return f"{found}-heads-{self.heads[0].start}-{self.heads[0].stop}"
 
     def token_outline(self, profile: ModelProfile) -> tuple[tuple[int, int, torch.dtype], ...]:
-        """``BlockKV.token_outline`` of this share: its keys by layer, then its values."""
+        """Return ``BlockKV.token_outline`` for this share: keys by layer, then values."""
         own = [profile.layers[layer] for layer in self.layers]
         shapes = [*zip(self.heads, (layer.key_size for layer in own), strict=True)]
         shapes += zip(self.heads, (layer.value_size for layer in own), strict=True)
@@ -65,7 +65,7 @@ class Share:
         )
 
     def cut_adapter(self, adapter: Correction) -> Correction:
-        """Copy this share of an adapter, for ``Correction.applied``. The digest changes."""
+        """Copy this share of an adapter, for ``Correction.applied``. The copy's digest differs."""
         layers = [
             LayerCorrection(*(t[heads.start : heads.stop].clone() for t in adapter.layers[layer]))
             for layer, heads in zip(self.layers, self.heads, strict=True)
@@ -142,6 +142,6 @@ def _layout(profile: ModelProfile, num_tokens: int, quantized: bool) -> Layout:
 
 def _other_shape(key: str) -> FingerprintMismatchError:
     return FingerprintMismatchError(
-        f"The keys and values of the entry {key} do not have the shape or dtype of the model's "
-        "profile; use the profile of the model that filled the store"
+        f"The keys and values of the entry {key} do not have the shapes or dtype of the server's "
+        "model; serve the model that the entry was computed with, or delete the entry"
     )

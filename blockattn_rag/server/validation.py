@@ -1,4 +1,4 @@
-"""Validation, with pydantic, of JSON from other processes, such as request bodies and files."""
+"""Validates JSON from other processes, such as request bodies, with pydantic."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def check_version(value: object, field: str, version: int, name: str) -> dict[st
     if type(found) is not int or found != version:
         raise ProtocolError(
             f"Found version {shown(found)} of {name}, expected {version}: use releases of this "
-            "package that have the same version on both sides"
+            "package with the same protocol version on both sides"
         )
     return fields
 
@@ -97,7 +97,7 @@ def _explained(error: ValidationError, name: str) -> str:
 
 
 async def read_json(chunks: AsyncIterable[bytes], max_tokens: int) -> Any:
-    """Read and parse a body, without blocking the event loop."""
+    """Read and parse a JSON body without blocking the event loop. Raises ProtocolError."""
     most, body = _OTHER_BODY_BYTES + _BODY_BYTES_PER_TOKEN * max_tokens, bytearray()
     async for chunk in chunks:
         body += chunk

@@ -112,5 +112,5 @@ def test_server_errors_are_raised(server: FakeServer) -> None:
     with pytest.raises(ServingError, match="this package's connector and endpoints"):
         checked(server)
     server.faults.append(RefusalError(500, "broken"))
-    with pytest.raises(ServingError, match="answers 500: broken"):
+    with pytest.raises(ServingError, match="returned status 500: broken"):
         checked(server)

@@ -104,20 +104,20 @@ def test_temporary_failures_are_retried(server: FakeServer, client: ServerClient
     server.faults.append(RefusalError(503, "busy"))
     assert client.encode(TEXTS).computed == 3
     server.faults += [RefusalError(503, "busy"), RefusalError(503, "still busy")]
-    with pytest.raises(ServingError, match=r"answers 503: still busy"):
+    with pytest.raises(ServingError, match=r"returned status 503: still busy"):
         client.encode(["Another one."])
 
 
 @pytest.mark.parametrize(
     ("fault", "kind", "message"),
     [
-        (RefusalError(409, "not stored"), MissError, "answers 409: not stored"),
+        (RefusalError(409, "not stored"), MissError, "returned status 409: not stored"),
         (
             RefusalError(404, "no"),
             ServingError,
             "has no .*: this package's connector and endpoints",
         ),
-        (RefusalError(400, "bad"), ServingError, "answers 400: bad"),
+        (RefusalError(400, "bad"), ServingError, "returned status 400: bad"),
     ],
 )
 def test_refusals_are_reported_with_the_reason(
@@ -164,7 +164,7 @@ def test_addresses_with_and_without_a_path_are_equivalent(url: str) -> None:
     [
         ("gpu:8000", "Invalid server address"),
         ("http://h:99999", "Invalid server address"),
-        ("http://me:pw@h", "contains a user or password"),
+        ("http://me:pw@h", "contains a user name or password"),
         ("http://h?x=1", "Invalid server address"),
     ],
 )

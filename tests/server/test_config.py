@@ -82,10 +82,10 @@ def test_lists_of_namespaces_are_parsed() -> None:
     ("changed", "message"),
     [
         ({"storre": "x"}, "kv_connector_extra_config has the unknown field 'storre'"),
-        ({"store": "memory:1GiB"}, "store: expected a path or an address that all processes"),
+        ({"store": "memory:1GiB"}, "store: Expected a path or an address that all processes"),
         ({"private_memory": "much"}, "Expected a size such as 2GiB"),
         ({"disk": ""}, "disk should have at least 1 character"),
-        ({"cache": "s3://kv"}, "cache: expected the address of a Redis or Valkey server"),
+        ({"cache": "s3://kv"}, "cache: Expected the address of a Redis or Valkey server"),
         ({"read_namespaces": "shared"}, "read_namespaces should be a valid list"),
         ({"read_namespaces": ["a b"]}, "A namespace consists of"),
         ({"load_deadline_s": 0}, "load_deadline_s should be greater than 0"),

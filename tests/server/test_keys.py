@@ -130,7 +130,7 @@ def test_a_block_after_anything_other_than_the_sink_is_not_encoded() -> None:
     assert block_keys([*SINK_IDS, 1, 2], plan, profile)[0].start == 2
     assert block_keys([1, 2], replace(plan, opens_prompt=True), profile)[0].start == 0
     for before in ([], [256, 8], [7, 256], [256], [1, 256, 7]):
-        with pytest.raises(ProtocolError, match="tokens before the block to be encoded"):
+        with pytest.raises(ProtocolError, match="tokens before the block to encode"):
             block_keys([*before, 1, 2], plan, profile)
     with pytest.raises(ProtocolError, match="Found 2 tokens before the block"):
         block_keys([*SINK_IDS, 1, 2], plan, PROFILE)

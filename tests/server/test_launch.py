@@ -236,7 +236,7 @@ def test_a_server_that_never_answers_times_out(
     waited: list[float] = []
     with (
         start("--never-healthy", "") as server,
-        pytest.raises(ServingError, match=f"was not ready after 1 s: .*:{port}/health does not"),
+        pytest.raises(ServingError, match=f"was not ready after 1 s: .*:{port}/health did not"),
     ):
         server.wait_until_healthy("127.0.0.1", port, waited.append, limit_s=1)
     vllm.assert_ended()

@@ -184,7 +184,7 @@ def test_evicted_private_blocks_are_missing(loader: Make) -> None:
     one = loader(store, kept=MemoryStore(1 << 20))
     error = failure(one, KEPT)
     assert error.blocks == (1,)
-    assert "nor in this server's memory (private_memory)" in str(error)
+    assert "nor in memory (private_memory)" in str(error)
     private = kv_of(KEPT[1], "tenant/private")
     store.put(private.key, private)  # as if encoded explicitly
     assert len(one.start(KEPT).result()) == 3
@@ -213,12 +213,12 @@ def test_the_error_for_a_missing_block_names_its_index(loader: Make) -> None:
     one = loader(store)
     error = failure(one)
     assert str(error) == (
-        "Block 1 of the prompt (2 tokens from token 3 on), and 1 more cannot be loaded: it is in "
-        "no reachable store"
+        "Block 1 of the prompt (2 tokens from index 3) and 1 more cannot be loaded: not found in "
+        "any reachable store"
     )
     assert (error.blocks, error.damaged) == ((1, 2), ())
     assert counts_of(one) == (0, 1, 2)
-    assert "Block 0 of the prompt (3 tokens from token 0 on) cannot" in str(
+    assert "Block 0 of the prompt (3 tokens from index 0) cannot" in str(
         failure(loader(MemoryStore(1)), BLOCKS[:1])
     )
 

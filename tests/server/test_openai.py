@@ -193,7 +193,7 @@ def test_tool_calls_and_results_are_rendered_as_in_process() -> None:
 
 
 BAD: list[tuple[Any, str]] = [
-    ([], "the body should be an object"),
+    ([], "The body should be an object"),
     ({}, "messages should be a non-empty list, found None"),
     ({"messages": []}, "messages should be a non-empty list"),
     ({"messages": [{"content": "x"}]}, r"messages\[0\].role should be a string, found None"),

@@ -76,7 +76,7 @@ def test_blocks_are_private_by_default() -> None:
 
 _OF_TENANTS = (
     "Only the server's own routes can create plans",
-    "that the option tenant_secret_env names",
+    "the same tenant secret in all processes",
     "A namespace consists of",
 )
 
@@ -103,7 +103,7 @@ def test_parameters_of_other_connectors_contain_no_plan(params: Any) -> None:
         (asked(lengths=[3, 3]), "lengths add up to 6 tokens, expected at most 5"),
         (asked(op="encode", lengths=[3, 2]), "takes one block, found 2"),
         (asked(op="encode", lengths=[7]), "lengths add up to 7 tokens, expected at most 6"),
-        (asked(keep=[[True, False]]), r"keep: expected one item per block \(2\), found 1"),
+        (asked(keep=[[True, False]]), r"keep: Expected one item per block \(2\), found 1"),
         (asked(keep="private"), "keep should be a valid list, found 'private'"),
         (asked(keep=[[False, True], "disk"]), r"keep\[1\] should be a list, .* found 'disk'"),
         (asked(), "Only the server's own routes can create plans"),
@@ -111,7 +111,7 @@ def test_parameters_of_other_connectors_contain_no_plan(params: Any) -> None:
         (asked(mac="0" * 64), "Only the server's own routes can create plans"),
         (asked(namespace="a", mac="é" * 64), "Only the server's own routes can create plans"),
         (asked(namespace="a", mac=NESTED), "Only the server's own routes can create plans"),
-        (asked(namespace="a", mac="0" * 64), "that the option tenant_secret_env names"),
+        (asked(namespace="a", mac="0" * 64), "the same tenant secret in all processes"),
         (asked(namespace="../a", mac="0" * 64), "A namespace consists of"),
     ],
 )  # fmt: skip

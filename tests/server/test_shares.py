@@ -213,7 +213,7 @@ def test_other_shapes_are_refused(home: KVStore, profile: ModelProfile, quantize
     kv = make_kv(tokens=40, quantized=quantized)
     home.put(kv.key, kv)
     store = ShareStore(home, Share.of(profile, 1, 2), profile)
-    with pytest.raises(FingerprintMismatchError, match="do not have the shape or dtype"):
+    with pytest.raises(FingerprintMismatchError, match="do not have the shapes or dtype"):
         store.get(kv.key)
 
 

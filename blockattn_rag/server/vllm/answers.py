@@ -1,8 +1,8 @@
-"""What this package adds to vLLM's answers to OpenAI clients: reuse reports and tool calls.
+"""Reuse reports and tool calls, which this package adds to vLLM's answers to OpenAI clients.
 
-Calls are parsed from tokens, as in an engine. They start with a special token of the model. The
-same characters in ordinary tokens, for example in a quoted passage, are text. vLLM's parsers, which
-receive only text, would parse them as a call.
+Calls start with a special token of the model, so they are parsed from tokens. The same characters
+in ordinary tokens, for example in a quoted passage, are text. vLLM's parsers, which receive only
+text, would parse them as a call.
 
 Importing this module does not load vLLM.
 """
@@ -29,7 +29,7 @@ from blockattn_rag.server.protocol import FIELD
 
 _DATA = "data: "
 _SIGNS = ('"finish_reason":"', '"usage":{', '"kv_transfer_params":')
-"""Texts that occur in the events that ``ChatReport`` changes."""
+"""Substrings of the stream events that ``ChatReport`` edits."""
 
 _Output = tuple[Detokenizer, AnswerReader]
 """Decoder of one choice, and the reader that separates its thoughts, text and calls."""
@@ -41,9 +41,9 @@ class Ticket:
 
     Args:
         ensure_again: Function that checks all blocks of the prompt thoroughly, encodes missing
-            ones, and returns the number of tokens of each encoded block by key.
+            blocks, and returns the number of tokens of each encoded block by key.
         encoded: Number of tokens of each block that was encoded for this request, by key.
-        keys: Keys of the context blocks, in order.
+        keys: Store keys of the context blocks, in order.
     """
 
     plan: BlockPlan
@@ -80,7 +80,7 @@ class ChatReport:
         return edited_events(events, self._edit, _SIGNS)
 
     def _edit(self, data: dict[str, Any]) -> None:
-        data.pop("kv_transfer_params", None)  # vLLM 0.33 adds it to all events.
+        data.pop("kv_transfer_params", None)  # vLLM 0.33 adds this field to all events.
         if any(choice.get("finish_reason") for choice in data.get("choices", ())):
             data[FIELD] = self._report()
         served = self.ticket and self.ticket.served
@@ -99,10 +99,10 @@ class ChatReport:
 
 
 class ServedTools:
-    """Tools of one chat: adapts vLLM's request, and adds the calls to its answer.
+    """Adapts a chat request with tools for vLLM, and adds the tool calls to vLLM's answer.
 
-    Answers are decoded from their token ids, as in an engine, because vLLM's text may be cut at
-    stop strings or omit control tokens. Thoughts are returned in the answer's field ``reasoning``.
+    Answers are decoded from their token ids, because vLLM's text may be cut at stop strings
+    or omit control tokens. Thoughts are returned in the answer's field ``reasoning``.
     """
 
     def __init__(self, use: ToolUse, tokenizer: Any, request: Any) -> None:
@@ -122,8 +122,8 @@ class ServedTools:
 
     @classmethod
     def of(cls, request: Any, tokenizer: Any) -> ServedTools | None:
-        """Create a chat's tools. None if vLLM's own parser is used, because there are no tools or
-        their format is unknown."""
+        """Create the tools of a chat. Returns None if no tools may be called, or if their format is
+        unknown, so that vLLM's own parser is used."""
         if not request.tools or tool_template(tokenizer) is None:
             return None
         choice = request.tool_choice

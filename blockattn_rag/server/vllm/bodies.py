@@ -1,4 +1,4 @@
-"""Parsing of OpenAI request bodies: chats and completions, with their passages.
+"""Parses OpenAI request bodies: chats and completions, with their passages.
 
 Clients send passages as ``documents``, as content parts of messages, or between markers.
 
@@ -51,7 +51,7 @@ class Document:
 
 @dataclass(config=STRICT, frozen=True, slots=True)
 class ChatOptions:
-    """Field ``blockattn`` of a body.
+    """Options in the field ``blockattn`` of a body.
 
     Args:
         mode: ``"full"`` prefills the same prompt without blocks, for comparison.
@@ -68,12 +68,12 @@ _Documents = Annotated[tuple[Document, ...], Field(max_length=MOST_BLOCKS, fail_
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Body:
-    """Parsed body.
+    """Parsed body of a request.
 
     Args:
-        spans: Text of the prompt, including the documents. It may contain markers, but its control
-            tokens are not parsed.
-        fields: All other fields and the original prompt or messages, for vLLM.
+        spans: Text of the prompt, including the documents, without markers. No control tokens are
+            parsed in it.
+        fields: Remaining fields for vLLM, including the original prompt or messages.
     """
 
     spans: Spans
@@ -128,7 +128,7 @@ class CompletionBody(_Body):
 
 
 def _read_fields(value: object) -> tuple[dict[str, Any], list[Passage], ChatOptions]:
-    fields = as_object(value, "the body")
+    fields = as_object(value, "The body")
     _check_json(fields)
     if fields.pop("kv_transfer_params", None) is not None:
         raise ProtocolError("kv_transfer_params is not supported on this route; remove it")
@@ -186,7 +186,7 @@ class _MessageReader:
         return (*chain(*marked), *content_spans("\n".join(texts), origin_of(role)))
 
     def _text(self, part: object, place: str) -> str:
-        """Return a content part's text. A part that is not text, such as an image, is noted."""
+        """Return the text of a content part. Other parts, such as images, set ``not_text``."""
         if isinstance(part, str):
             return part
         fields = as_object(part, place)
@@ -263,8 +263,8 @@ def with_documents(
 ) -> list[dict[str, Any]]:
     """Insert documents into the first user message, in the prompt format ``formats.CHAT``.
 
-    If the chat has no system message, the format's is added. The rest of the conversation follows
-    the passages, so it belongs to the final block.
+    If the chat has no system message, the format's system message is added. Later messages follow
+    the passages, so they belong to the final block.
     """
     made = [*messages]
     if not documents:

@@ -2,7 +2,7 @@
 
 vLLM's attention layers have no reference to the module that rotates their keys. vLLM stores these
 modules, one per layout, in ``_ROPE_DICT``. The check of rotations runs them on random keys at two
-positions. It cannot detect swapped layouts, because vLLM does not record which layer uses which.
+positions. It cannot detect swapped layouts, because vLLM does not record a layer's module.
 
 The keys of latent attention are views of a wider tensor, with a dimension for their single head.
 vLLM's CPU kernel, ``rotary_embedding`` in ``csrc/cpu/pos_encoding.cpp``, uses the stride of that
@@ -42,17 +42,17 @@ from blockattn_rag.server.profile import LayerProfile, ModelProfile
 logger = logging.getLogger("blockattn_rag")
 
 _SPECS = (FullAttentionSpec, SlidingWindowSpec, MLAAttentionSpec)
-"""Caches of layers that store every token, or every token in a window."""
+"""Cache specs of layers that store every token, or every token in a window."""
 _LOAD_FORMATS = ("auto", "hf", "safetensors")
 """Formats that load the weights in the checkpoint's files unchanged."""
 _MISTRAL = "consolidated"
 """Name prefix of files that vLLM prefers over the hashed files if the format is ``auto``."""
-_NOT_RECOMPUTED = "it cannot recompute tokens; use a recipe with recompute=0, such as 'fast'"
+_NOT_RECOMPUTED = "tokens cannot be recomputed; use a recipe with recompute=0, such as 'fast'"
 
 _OFFSETS = (13, 1009)
 _TOKENS = 4
 _TOLERANCE, _TOLERANCE_OF_16_BITS = 1e-3, 3e-2
-"""Exceeds rounding errors of keys, cosine and sine. Wrong frequencies cause errors near 1."""
+"""Limits above the rounding errors of rotated keys. Wrong frequencies cause errors near 1."""
 
 
 def check_engine(
@@ -61,7 +61,7 @@ def check_engine(
     reasons = [*_transfer(engine), *_parallel(engine, config), *_model(engine, profile)]
     reasons += [*_weights(engine), *_cache(engine, cache, config)]
     if profile.recipe.recompute:
-        reasons += [f"{reason}; {_NOT_RECOMPUTED}" for reason in _recomputation(engine)]
+        reasons += [f"{reason}, so {_NOT_RECOMPUTED}" for reason in _recomputation(engine)]
     if reasons:
         raise ServingError("Block mode is not supported on this engine: " + "; ".join(reasons))
     speculative = engine.speculative_config
@@ -149,7 +149,7 @@ def _recomputation(engine: VllmConfig) -> Iterator[str]:
 
 
 def _weights(engine: VllmConfig) -> Iterator[str]:
-    """Yield the reasons why vLLM would load other weights than those that were hashed."""
+    """Yield the reasons why vLLM would load weights that differ from the hashed files."""
     model, load = engine.model_config, engine.load_config
     commit = commit_of(model.model, model.revision)
     if model.quantization and not quantization_of(load_config(model.model, revision=commit)):
@@ -160,8 +160,8 @@ def _weights(engine: VllmConfig) -> Iterator[str]:
         )
     if load.load_format not in _LOAD_FORMATS:
         yield (
-            f"load_format is {load.load_format!r}, which may load other weights than those in the "
-            "checkpoint's files; set --load-format auto"
+            f"load_format is {load.load_format!r}, which may load weights other than those in "
+            "the checkpoint's files; set --load-format auto"
         )
         return
     if load.download_dir is not None and commit is not None:
@@ -265,7 +265,7 @@ def _is_interleaved(layer: LayerProfile, profile: ModelProfile) -> bool:
     raise ServingError(
         f"Layer {layer.index}: vLLM rotates keys by {'; '.join(others) or 'no module'}, expected "
         f"{layout.pairing} pairs of {layout.rotary_dim} dimensions with frequencies from "
-        f"{layout.frequencies.max():.4g} to {layout.frequencies.min():.4g} from the config of "
+        f"{layout.frequencies.max():.4g} to {layout.frequencies.min():.4g}, as in the config of "
         f"{profile.name}; report this model"
     )
 
@@ -273,7 +273,7 @@ def _is_interleaved(layer: LayerProfile, profile: ModelProfile) -> bool:
 def _error_of_flat_keys(
     rope: Any, layouts: Sequence[RotaryLayout], layer: LayerProfile, profile: ModelProfile
 ) -> float:
-    """Return the error of a latent layer's module if keys are not views."""
+    """Return the error of a latent layer's module for keys without a head dimension."""
     flat = replace(layer, is_latent=False)
     try:
         return min(_error(rope, layout, flat, profile) for layout in layouts)
@@ -282,7 +282,7 @@ def _error_of_flat_keys(
 
 
 def _error(rope: Any, layout: RotaryLayout, layer: LayerProfile, profile: ModelProfile) -> float:
-    """Return the largest difference between keys rotated by ``layout`` and by vLLM."""
+    """Return the relative error of vLLM's module, compared with rotation by ``layout``."""
     generator = torch.Generator().manual_seed(0)
     keys = torch.randn(_TOKENS, layer.key_size, generator=generator).to(profile.dtype)
     limit = profile.max_positions - 1
@@ -314,7 +314,7 @@ def _rotated(rope: Any, keys: Tensor, position: int, *, is_latent: bool) -> Tens
 
 
 def _shown(rope: Any) -> str:
-    neox = getattr(rope, "is_neox_style", True)  # Some classes support only this style.
+    neox = getattr(rope, "is_neox_style", True)  # Other classes support only this style.
     pairs = "half" if neox else "interleaved"
     dims, base = (getattr(rope, name, "unknown") for name in ("rotary_dim", "base"))
     return f"{type(rope).__name__} ({pairs} pairs of {dims}, base {base})"

@@ -39,9 +39,9 @@ class BlockAttentionConnector(KVConnectorBase_V1, SupportsHMA):
     """
 
     scheduler: SchedulerSide
-    """Exists in the scheduler only."""
+    """Scheduler half. Set in the scheduler's process only."""
     worker: WorkerSide
-    """Exists in workers only, once their pages are registered."""
+    """Worker half. Set in workers only, once their pages are registered."""
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig

@@ -1,4 +1,4 @@
-"""Encoding of missing blocks, in the API server process, before a prompt runs."""
+"""Encodes missing blocks, in the API server's process, before a prompt runs."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ _FAILURES, _PAUSE_S = 3, 30.0
 _THREADS = 16
 
 _REPORTED_TOKENS = 2
-"""Tokens to generate in requests for the workers' reports. Workers report in the step of the first
-token, and an idle engine runs no further steps."""
+"""Tokens to generate in requests for the workers' reports. Reports arrive at the end of the first
+token's step. The second token adds the step that returns them, which an idle engine would skip."""
 
 _FIRST_ASKED_S, _ASKED_EVERY_S = 0.1, 0.5
-"""Delay of the first query of why a block is not stored yet, and interval of later queries."""
+"""Seconds before the first query why a block is not stored yet, and between later queries."""
 
 
 class NotStoredError(ServingError):
-    """Raised if a block was not stored. Workers can then keep it in memory instead."""
+    """A block could not be stored. Workers can keep it in memory instead."""
 
 
 class _Flight:
-    """Block that is being encoded, with its waiters. ``is_asked``: the engine has the request."""
+    """Running encoding of a block. ``is_asked``: Whether the engine has received the request."""
 
     def __init__(self, encode: Callable[[_Flight], Coroutine[Any, Any, None]]) -> None:
         self.waiting = 0
@@ -80,8 +80,8 @@ class BlockEnsurer:
     async def found(self, blocks: Sequence[BlockId], *, thorough: bool = False) -> list[bool]:
         """Check whether each block is available, and mark available blocks as used.
 
-        If ``thorough``, complete entries are read, and damaged ones deleted. Blocks in the workers'
-        memory are then assumed to be lost.
+        If ``thorough``, complete entries are read, and damaged entries deleted. Private blocks in
+        the workers' memory are then assumed to be lost.
         """
         distinct = {block.name: block for block in blocks}
         looks = (self._is_found(block, thorough) for block in distinct.values())
@@ -98,10 +98,10 @@ class BlockEnsurer:
     async def ensure(
         self, blocks: Sequence[BlockId], *, thorough: bool = False, must_store: bool = False
     ) -> dict[str, int]:
-        """Encode missing blocks. Returns the number of tokens of each of them, by key.
+        """Encode missing blocks. Returns the number of tokens of each encoded block, by key.
 
         A block that cannot be stored is kept in the workers' memory if there is room, so that
-        requests succeed even if the store is full, unless ``must_store``.
+        requests succeed even if the store is full. With ``must_store``, NotStoredError is raised.
         """
         pairs = zip(blocks, await self.found(blocks, thorough=thorough), strict=True)
         absent = {block.name: block for block, is_found in pairs if not is_found}
@@ -137,12 +137,12 @@ class BlockEnsurer:
         return None
 
     def _store_later(self, blocks: Iterable[BlockId]) -> None:
-        """Store blocks from the workers' memory in the background, now that this is permitted."""
+        """Encode and store, in the background, blocks that were only in the workers' memory."""
         for block in blocks if not self._config.read_only else ():
             task = asyncio.create_task(self._encoded(block))
             self._later.add(task)
             task.add_done_callback(self._later.discard)
-            task.add_done_callback(lambda task: task.cancelled() or task.exception())  # see _land
+            task.add_done_callback(lambda task: task.cancelled() or task.exception())  # see `_land`
 
     async def _encoded(self, block: BlockId) -> None:
         """Encode a block, or wait if it is already being encoded. The encoding is canceled if the
@@ -166,7 +166,7 @@ class BlockEnsurer:
         # Logged here, because all waiters may have left. While the breaker is open, nothing is
         # logged, because each request would log the same message.
         if flight.is_asked and not flight.task.cancelled() and (error := flight.task.exception()):
-            logger.warning("A block was not encoded: %s", error)
+            logger.warning("An encoding request failed: %s", error)
 
     def _forget(self, name: tuple[str, bool], flight: _Flight) -> None:
         if self._flights.get(name) is flight:
@@ -277,7 +277,7 @@ class BlockEnsurer:
 
 
 class KeptBlocks:
-    """The API server's estimate of which private blocks are in the workers' memory, an LRU cache.
+    """LRU cache that estimates, in the API server, which blocks are in the workers' memory.
 
     The estimate may be wrong if other API servers use the same workers. In that case, loading
     fails, and the block is encoded again.
@@ -314,8 +314,8 @@ class KeptBlocks:
 
 
 class Room:
-    """Limits concurrent tasks in an event loop and their total bytes, in first-in, first-out order.
-    A single task may exceed the bytes."""
+    """Limits the number and the total bytes of concurrent tasks in an event loop. First in, first
+    out. A single task may exceed the byte limit."""
 
     def __init__(self, max_running: int, max_bytes: int) -> None:
         self._max_running, self._max_bytes = max_running, max_bytes

@@ -33,7 +33,7 @@ PLAIN = {
     "save_failures": "Blocks encoded by this server, but neither stored nor kept in memory.",
     "kept_blocks": "Blocks encoded by this server and kept in memory only, summed over ranks.",
 }
-"""Plain counters, by Prometheus name without ``vllm:blockattn_`` and ``_total``."""
+"""Counters without a tier label, by Prometheus name without ``vllm:blockattn_`` and ``_total``."""
 
 BY_TIER = {
     "tier_hits": "Blocks read from a tier of the store, summed over ranks.",
@@ -64,7 +64,7 @@ class ServingStats(KVConnectorStats):
 
 
 class Counters:
-    """Thread-safe counters that are reset at each step."""
+    """Thread-safe counters that are reset when they are read, after each step."""
 
     def __init__(self) -> None:
         self._counts: dict[str, float] = {}
@@ -79,7 +79,7 @@ class Counters:
     def count_tiers(
         self, before: Sequence[TierStats], now: Sequence[TierStats], names: Sequence[str]
     ) -> None:
-        """Add what the tiers of a store counted between two calls of ``tier_stats``."""
+        """Add the differences between two results of ``tier_stats``, per tier."""
         for name, old, new in zip(names, before, now, strict=True):
             for figure in ("hits", "misses", "failures"):
                 if more := getattr(new, figure) - getattr(old, figure):
@@ -114,7 +114,7 @@ class ServingPromMetrics(KVConnectorPromMetrics):
 
 
 class Fetch(NamedTuple):
-    """Load of a request's blocks: time, quantized blocks, and recomputed tokens per block."""
+    """Completed load of a request: its time, quantized blocks, and recomputed tokens per block."""
 
     seconds: float
     int8_blocks: int
@@ -122,7 +122,7 @@ class Fetch(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """Numbers of ranks on which a request's load has ended and has failed."""
+    """Numbers of ranks on which a request's load has ended, and on which it has failed."""
 
     ranks: int = 0
     failures: int = 0
@@ -136,8 +136,8 @@ class WorkerReport(KVConnectorWorkerMetadata):
     """A rank's report to the scheduler after a step.
 
     Args:
-        ended: Finished loads of requests with tokens to recompute. All ranks must recompute in the
-            same step.
+        ended: Ended loads of requests with tokens to recompute, by request id. All ranks must
+            recompute in the same step.
         unsaved: Reasons why encoded blocks could not be stored, by name of the encoding request.
     """
 

@@ -1,4 +1,4 @@
-"""Conversion of OpenAI clients' prompts to token ids, to blocks, and to vLLM requests.
+"""Converts OpenAI clients' prompts to token ids, blocks and vLLM requests.
 
 The server renders chats with the model's chat template and splits prompts into blocks as an
 in-process engine does, so that both share stored blocks.
@@ -41,10 +41,10 @@ if TYPE_CHECKING:
 _DIALECT = "%llguidance"  # Prefix of grammars in the llguidance dialect.
 
 _UNSUPPORTED = {
-    "echo": "the prompt is not prefilled as a whole",
-    "prompt_logprobs": "the prompt is not prefilled as a whole",
+    "echo": "it requires a complete prefill",
+    "prompt_logprobs": "it requires a complete prefill",
     "use_beam_search": "vLLM runs each beam as a request, which would reload the blocks",
-    "truncate_prompt_tokens": "the plan covers the complete prompt",
+    "truncate_prompt_tokens": "truncation would cut blocks",
     "prompt_embeds": "blocks are looked up by their token ids",
     "suffix": "the prompt must end with its final block",
 }
@@ -54,11 +54,11 @@ _UNSUPPORTED = {
 _MOST_REFERENCES = 1_000
 
 Recognizer = Callable[[Spans], Spans]
-"""Function that splits known passages out of a text."""
+"""Function that separates known passages from the text around them."""
 
 
 class TokenPrompt(NamedTuple):
-    """Token ids of a prompt, and its split as in ``BlockPlan``. In full mode, it is not split."""
+    """Token ids of a prompt, and its split as in ``BlockPlan``, which is empty in full mode."""
 
     token_ids: list[int]
     lengths: tuple[int, ...] = ()
@@ -67,7 +67,7 @@ class TokenPrompt(NamedTuple):
 
 
 class Prompts:
-    """Renderer of chats and completions with passages to token ids. Thread-safe."""
+    """Converts chats and completions with passages to token ids. Thread-safe."""
 
     def __init__(self, tokenizer: Any, promote: int = 0) -> None:
         self.tokenizer = tokenizer
@@ -113,7 +113,7 @@ class Prompts:
         variables: Mapping[str, Any],
         recognize: Recognizer | None = None,
     ) -> BlockPrompt:
-        """Render a chat with the model's chat template, as blocks."""
+        """Render a chat with the model's chat template, and split it into blocks."""
         if body.not_text:
             raise ProtocolError(
                 f"{body.not_text}, but prompts with passages support only text; remove this part "
@@ -142,11 +142,11 @@ class Prompts:
 
 @dataclass(frozen=True, slots=True)
 class RequestReader:
-    """Converter of request bodies to blocks.
+    """Converts request bodies to blocks.
 
     Args:
         models: vLLM's registry of the served models.
-        backend: vLLM's backend of structured outputs.
+        backend: vLLM's backend for structured outputs.
     """
 
     config: ServingConfig
@@ -203,8 +203,8 @@ class RequestReader:
         if len(tenants) > 1 or not tenants[0]:
             # The gateway may have appended its value to the client's header.
             raise ProtocolError(
-                f"The request has {len(tenants)} {TENANT_HEADER} headers, expected one name; the "
-                "gateway must replace the client's header, or remove it if there is no tenant"
+                f"The request has {len(tenants)} {TENANT_HEADER} headers, expected one, which "
+                "must not be empty; the gateway must replace or remove the client's header"
             )
         return parse(Namespace, tenants[0], TENANT_HEADER)
 
@@ -214,7 +214,7 @@ class RequestReader:
         if longest >= self.max_tokens:
             raise ProtocolError(
                 f"A block has {longest} tokens including the sink, expected fewer than the "
-                f"server's max_model_len, {self.max_tokens}"
+                f"server's max_model_len, {self.max_tokens}; shorten or split it"
             )
         return blocks
 
@@ -243,7 +243,7 @@ class RequestReader:
                 )
         is_guidance = self.backend == "guidance"
         if grammar is not None and _DIALECT in (grammar.grammar or "") and not is_guidance:
-            # The "auto" backend accepts it, but then fails in the engine.
+            # The "auto" backend accepts this dialect, but then fails in the engine.
             raise ProtocolError(
                 "A grammar in the llguidance dialect, such as for a required tool call, requires "
                 f"vLLM's guidance backend, found {self.backend}; start the server with "
@@ -267,8 +267,8 @@ class RequestReader:
         model = request.model
         if model in self.models.lora_requests:
             raise ProtocolError(
-                f"The requested model {model!r} is a LoRA adapter. Block mode does not support "
-                "LoRA adapters, because they are not trained on blocks encoded by the base model"
+                f"The requested model {model!r} is a LoRA adapter, which block mode does not "
+                "support, because it is not trained on the base model's blocks; use the base model"
             )
         if model and model not in self.model_names:
             raise ProtocolError(

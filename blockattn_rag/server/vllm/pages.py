@@ -1,4 +1,4 @@
-"""Reading and writing the pages of an attention layer, independent of their layout."""
+"""Reads and writes the pages of an attention layer, independently of their layout."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class KVGroup(NamedTuple):
     page_tokens: int
 
     def first_token(self, tables: PageTables) -> int:
-        """Index of the first token that has a page. Earlier tokens are outside the window."""
+        """Return the index of the first token with a page. Earlier tokens left the window."""
         table = tables[self.table]
         null = next((place for place, page in enumerate(table) if page != _NULL), len(table))
         return null * self.page_tokens
@@ -95,7 +95,7 @@ class LayerPages:
         return int(self.layer.kv_cache[0].numel()) // (heads * (key_size + value_size))
 
     def write(self, keys: Tensor, values: Tensor, slots: Tensor) -> None:
-        """Write states ``[kv_heads, tokens, head_size]`` of any float dtype to slots."""
+        """Write keys and values ``[kv_heads, tokens, head_size]`` of any float dtype to slots."""
         layer = self.layer
         if self._interleaves_keys:
             keys = keys.reshape(*keys.shape[:-1], 2, -1).mT.flatten(-2)

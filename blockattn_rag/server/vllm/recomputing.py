@@ -1,4 +1,4 @@
-"""Recomputation of tokens in a loaded context, with a worker's model and pages.
+"""Recomputes tokens of a loaded context, with a worker's model and pages.
 
 As in ``model.recompute``, a first forward pass over the question measures which tokens it attends
 to most. A second pass recomputes these tokens with full attention and writes them to the pages.
@@ -33,7 +33,7 @@ arguments are the layer index, and the keys and values of the tokens in the pass
 
 
 class Recomputer:
-    """Recomputes tokens in requests' pages. ``pages``: Those of all attention layers, in order."""
+    """Recomputes tokens in requests' pages. ``pages``: Pages of all attention layers, in order."""
 
     def __init__(self, pages: Sequence[LayerPages], engine: VllmConfig) -> None:
         layers = [layer_pages.layer for layer_pages in pages]
@@ -55,8 +55,8 @@ class Recomputer:
         self, token_ids: Sequence[int], slots: Tensor, plan: BlockPlan, count: int
     ) -> list[int]:
         """Recompute ``count`` tokens of a prompt's context in its slots ``[tokens]``, which must
-        not be shared with other requests. Returns the indices of these tokens, in ascending order.
-        They are identical on all ranks."""
+        not be shared with other requests. Returns the sorted indices of these tokens, which are
+        identical on all ranks."""
         received = self._received(token_ids[len(slots) :], slots)
         chosen = choose_tokens(received, plan.lengths, plan.may_change, count)
         self._compute(token_ids, slots, chosen)

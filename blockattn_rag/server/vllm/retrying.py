@@ -1,4 +1,4 @@
-"""Retries of requests whose blocks were lost, and reuse reports for all answers."""
+"""Retries requests whose blocks were lost, and collects reuse reports."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class RetryingClient:
     def generate(
         self, prompt: Any, sampling_params: Any, request_id: str, **options: Any
     ) -> AsyncGenerator[Any, None]:
-        """Like vLLM's ``generate``. In block mode, the reuse report is added to the ticket."""
+        """Generate like vLLM's client. In block mode, add the reuse report to the ticket."""
         generate = partial(self._client.generate, prompt, **options)
         if (ticket := CURRENT.get()) is None:
             return _checked(generate(sampling_params, request_id))
@@ -78,11 +78,11 @@ async def _retried(
                 "and were encoded again"
                 if encoded_again
                 else f"all its {blocks} blocks were intact in the store: the workers cannot read "
-                "them within load_deadline_s or use another store, or the engine fails"
+                "them within load_deadline_s or use a different store, or the engine fails"
             )
             raise RetryableRequestError(
-                f"{grammar}the blocks of the prompt could not be loaded, or the engine failed, "
-                f"twice; in between, {between}; see the server's log"
+                f"The request failed twice: {grammar}the blocks of the prompt could not be loaded, "
+                f"or the engine failed; in between, {between}; see the server's log"
             )
         _take_report(output, ticket)
         yield output

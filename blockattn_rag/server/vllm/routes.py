@@ -112,7 +112,7 @@ def _read_chat(fields: Any) -> tuple[ChatBody, ChatCompletionRequest]:
     request: ChatCompletionRequest = _vllm_request(ChatCompletionRequest, body.fields)
     # vLLM ignores the token ids of chats with media.
     if body.not_text is None and has_non_text_content(body.fields["messages"]):
-        body = replace(body, not_text="a content part has a media field, such as image_url")
+        body = replace(body, not_text="A content part has a media field, such as image_url")
     return body, request
 
 
@@ -148,7 +148,7 @@ async def _response(
 
 
 async def _counted(raw_request: Request, answer: Awaitable[Response]) -> Response:
-    """Count a response, or the response to an error."""
+    """Await a response, and count it. An error becomes an error response."""
     try:
         response = await answer
     except BlockAttnError as error:

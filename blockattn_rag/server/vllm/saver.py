@@ -1,4 +1,4 @@
-"""Saving of encoded blocks, after applying the recipe's adapter."""
+"""Saves encoded blocks, after applying the recipe's adapter."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class BlockSaver:
         self._lock = threading.Lock()
 
     def copy(self, copy: Copy) -> None:
-        if copy.tokens.start == 0:  # Also handles preemption.
+        if copy.tokens.start == 0:  # A preempted request starts again.
             self._parts[copy.request_id] = []
         self._parts[copy.request_id].append([self._read(pages, copy) for pages in self.pages])
 
@@ -93,7 +93,7 @@ class BlockSaver:
             self._note_failure(save.request_id, why, why)
 
     def unsaved(self) -> Mapping[str, str]:
-        """Return why blocks were not stored since the last call, by name of the request."""
+        """Return why blocks were not stored since the last call, by name of their request."""
         with self._lock:
             unsaved, self._unsaved = self._unsaved, {}
         return unsaved
@@ -155,7 +155,7 @@ class BlockSaver:
                 self._unsaved[encode_name(request_id)] = reason
 
     def _gathered(self, states: Sequence[States]) -> Sequence[States] | None:
-        """Gather the keys and values of all heads, by layer. None on all ranks but the first."""
+        """Gather all heads' keys and values, by layer. Returns None on all ranks but the first."""
         group = get_tp_group()
         if group.world_size == 1:
             return states

@@ -1,4 +1,4 @@
-"""Scheduler half of the connector, which plans loads to pages and saves from pages.
+"""Scheduler half of the connector, which plans loads into pages and saves from pages.
 
 The scheduler's thread serves all requests, so this module never waits for the network or disk.
 """
@@ -76,9 +76,9 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Order to copy the tokens that an encoding request computes in a step from their pages.
+    """Order to copy, from pages, the keys and values that an encoding request computes in a step.
 
-    Copies are made after each step, because pages are reused once their tokens leave the window.
+    Copies are made after each step, because pages outside a sliding window are reused.
     """
 
     request_id: str
@@ -166,8 +166,7 @@ class SchedulerSide:
         all_local = ServedBlocks(len(plan.lengths), 0, plan.context_tokens)  # until `allocated`
         self._requests[request.request_id] = _Request(request, plan, all_local)
         if plan.op == "encode":
-            # All tokens must be computed, because the cache may not have the tokens outside a
-            # window.
+            # Compute all tokens, because the cache may lack tokens outside a sliding window.
             request.skip_reading_prefix_cache = True
         # A request whose tokens are recomputed must not share pages.
         recomputes = self._profile.recomputed_tokens(plan) > 0
@@ -182,7 +181,7 @@ class SchedulerSide:
         request.skip_reading_prefix_cache = False  # Otherwise, vLLM would not call `promised`.
 
     def promised(self, request: Request, computed: int) -> tuple[int, bool]:
-        """Number of tokens to load after ``computed``, and whether this is asynchronous."""
+        """Return the number of tokens to load after ``computed``, and whether vLLM must wait."""
         known = self._requests.get(request.request_id)
         if known is None:
             return 0, False
@@ -213,7 +212,7 @@ class SchedulerSide:
         for request_id in step.preempted_req_ids or ():
             known = self._requests.get(request_id)
             if known and known.plan and self._profile.recomputed_tokens(known.plan):
-                # It must not find its own pages, which may contain recomputed tokens.
+                # A preempted request must not reuse its pages, which may have recomputed tokens.
                 own = secrets.token_hex()
                 _set_salt(known.request, salt(known.plan, self._profile, own))
         for request_id, known in self._requests.items():
@@ -302,7 +301,7 @@ def _set_salt(request: Request, cache_salt: str | None) -> None:
 
 
 def _grammar_failure(request: Request) -> dict[str, Any] | None:
-    """Return ``kv_transfer_params`` with the reason of a grammar failure, or None if there is none.
+    """Return ``kv_transfer_params`` with the reason for a grammar failure, if one occurred.
 
     After an error, llguidance's matcher allows only the end of the answer. Without this check, vLLM
     would treat the answer as complete.

@@ -46,8 +46,8 @@ _UNRECOGNIZED = (MissError, SegmentationError, ServingError, StoreError, Retryab
 
 
 class _Call(NamedTuple):
-    """Request of a client, for this package (``body``) and for a method of a vLLM handler
-    (``create``)."""
+    """A client's request, as ``body`` for this package, and as ``request`` for ``create``, a
+    method of a vLLM handler."""
 
     body: ChatBody | CompletionBody
     make_prompt: Callable[[Recognizer | None], BlockPrompt]
@@ -144,7 +144,7 @@ class Service:
     async def chat(self, body: ChatBody, request: Any, raw_request: Any) -> Answer:
         """Answer a chat. Chats without passages are answered by vLLM in full mode."""
         tools = None
-        if not body.not_text and request.tools:  # Many tools make a large grammar.
+        if not body.not_text and request.tools:  # In a thread, because grammars may be large.
             tools = await asyncio.to_thread(
                 lambda: ServedTools.of(request, self._prompts.tokenizer)
             )
@@ -197,8 +197,8 @@ class Service:
         return answer
 
     def _render(self, call: _Call, recognize: Recognizer | None) -> TokenPrompt | None:
-        """Convert a prompt to token ids. None if it has no passages, and no tools that this package
-        must render: vLLM then renders it."""
+        """Convert a prompt to token ids. Returns None if vLLM can render it, because it has neither
+        passages nor tools that this package must render."""
         prompt = call.make_prompt(recognize)
         if call.tools is not None:
             call.tools.prompt = prompt
@@ -209,7 +209,7 @@ class Service:
     async def _reported(self, call: _Call, prompt: TokenPrompt | None, reason: str = "") -> Answer:
         """Answer a request, and add a reuse report. ``prompt`` is None if vLLM renders it."""
         headers, tools, ticket = call.raw_request.headers, call.tools, None
-        request = call.request.model_copy()  # The original can be retried.
+        request = call.request.model_copy()  # Keep the original for a retry.
         if prompt is None or not prompt.lengths:
             self._requests.full_mode(request, prompt, headers)
         else:
@@ -250,13 +250,13 @@ class Service:
         return lambda spans: known(marked_sources(spans))
 
     def _index(self, texts: Sequence[str], headers: Headers) -> None:
-        """Add passages to the index, also promoted ones, which are stored when first reused."""
+        """Add passages to the index, including promoted passages, which may not be stored yet."""
         if self._indexing is not None:
             self._indexing.add(entries_of(texts), self._requests.namespace(headers))
 
     @cached_property
     def _prompts(self) -> Prompts:
-        """Prompt renderer. Raises ServingError if the tokenizer does not match the profile."""
+        """Prompt renderer. Raises ServingError if the tokenizer cannot be loaded or is wrong."""
         try:
             model = self._model_config
             tokenizer = load_tokenizer(model.tokenizer, revision=model.tokenizer_revision)
@@ -267,14 +267,14 @@ class Service:
         prompts = Prompts(tokenizer, self._profile.recipe.promote)
         if prompts.fingerprint != self._profile.tokenizer:
             raise ServingError(
-                f"The server's tokenizer ({prompts.fingerprint[:12]}) does not match the profile's "
+                f"The server's tokenizer ({prompts.fingerprint[:12]}) does not match the model's "
                 f"({self._profile.tokenizer[:12]}); remove --tokenizer"
             )
         return prompts
 
 
 def _with_client(handler: Any, client: RetryingClient) -> Any:
-    """Copy a vLLM handler, with another engine client. None if there is no handler."""
+    """Copy a vLLM handler, and replace its engine client. Returns None for None."""
     if handler is None:
         return None
     own = copy.copy(handler)

@@ -1,4 +1,4 @@
-"""Worker half of the connector, which loads blocks to pages and saves blocks from pages."""
+"""Worker half of the connector, which loads blocks into pages and saves blocks from pages."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ class WorkerSide:
         )
 
     def execute(self, orders: Orders) -> None:
-        """Execute a step's orders: save blocks, and start loads."""
+        """Execute a step's orders: save blocks, recompute tokens, and start loads."""
         for request_id in orders.refused:
             self._fail(request_id)
         for save in orders.saves:
@@ -288,7 +288,7 @@ def _check_layer(layer: Any, heads: int, described: LayerProfile, model: str) ->
     if found != expected:
         raise ServingError(
             f"Layer {described.index} has (heads, key size, value size) {found}, expected "
-            f"{expected} from the config of {model}"
+            f"{expected}, as in the config of {model}; report this model"
         )
     if not hasattr(layer.impl, "do_kv_cache_update"):
         raise ServingError(

@@ -163,7 +163,7 @@ def test_reports_missing_vllm(cli: Command, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     output = cli("serve", "bundled", "--store", "kv", status=1)
     [line] = output.stderr.splitlines()
-    assert "needs vLLM, which is not installed: make a separate environment" in line
+    assert "needs vLLM, which is not installed: create a separate environment" in line
     guide = (Path(__file__).parents[3] / "docs/guides/serving_vllm.md").read_text(encoding="utf-8")
     commands = re.findall(r"`(pip install [^`]+)`", line)
     assert len(commands) == 3
