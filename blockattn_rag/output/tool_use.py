@@ -159,7 +159,7 @@ def choice_of(choice: Any, tools: Sequence[Mapping[str, Any]]) -> str:
         return choice
     raise ValueError(
         f"Invalid tool_choice {choice!r}: expected 'auto', 'none', 'any', 'required', or the name "
-        f"of a tool ({', '.join(names)})"
+        f"of a tool ({', '.join(names) or 'found none'})"
     )
 
 

@@ -51,8 +51,9 @@ _NOT_OPTIONS = {
     "--kv-transfer-config": f"set individual options of the connector, such as {_MEMORY}",
 }
 """vLLM options that are rejected, and what to do instead."""
-_NOT_IN_FILES = ("--api-key", "--hf-token", "--kv-transfer-config")
-"""Options that are also rejected in config files. The command line overrides most others."""
+_NOT_IN_FILES = [*_NOT_OPTIONS][4:]
+"""Options that are also rejected in config files, in which the command line overrides the first
+four."""
 _SECRET = re.compile(
     r"(?:^|[^a-z])(?:api[-_]?key|(?:secret|access)[-_](?:access[-_])?key|passw(?:or)?d|secret|"
     r"(?:access|api|auth|bearer|hf|session)[-_]?token)$",

@@ -168,6 +168,14 @@ def test_a_connector_in_a_config_file_is_refused(given: str, tmp_path: Path) -> 
         check_options(options)
 
 
+@pytest.mark.parametrize("line", ["uds: /tmp/serve", "ssl_certfile: cert.pem"])
+def test_a_config_file_cannot_move_the_server_to_another_address(line: str, tmp_path: Path) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text(f"host: other\nport: 1\n{line}\n")
+    with pytest.raises(ValueError, match=f"Found {line[:3]}.*the server|TLS proxy"):
+        check_options(["--config", str(file)])
+
+
 def test_the_environment_adds_the_plugin_and_space_for_pages() -> None:
     made = vllm_environment({"PATH": "/bin", "VLLM_PLUGINS": "mine"})
     assert made["VLLM_PLUGINS"] == "mine,blockattn"
