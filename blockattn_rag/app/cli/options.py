@@ -80,7 +80,7 @@ def seconds_of(text: str, option: str) -> float:
 
 
 def open_maintained(store: str) -> kv_store.MaintainedStore:
-    """Open the store at an address, in a folder, or of a database."""
+    """Open a store, given its address, its folder, or the folder of a database."""
     from blockattn_rag.store.urls import folder_of, scheme_of
 
     scheme = scheme_of(store)
@@ -100,5 +100,5 @@ def open_maintained(store: str) -> kv_store.MaintainedStore:
         )
     opened = kv_store.open_store(store)
     if not isinstance(opened, kv_store.MaintainedStore):
-        raise ValueError(f"{store} does not support maintenance")
+        raise ValueError(f"{store} does not support maintenance: pass a folder or a bucket")
     return opened

@@ -76,7 +76,7 @@ def delete_passages(collection: Collection, ids: Sequence[str]) -> None:
 
 
 def text_of(passage: Passage) -> str:
-    """Return a passage's text in prompts. Retrieved passages have no separate title."""
+    """Return a passage as it appears in prompts: the title, if it has one, and the text."""
     return f"{passage.title}\n{passage.text}".strip()
 
 
