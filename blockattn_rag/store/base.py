@@ -236,7 +236,7 @@ class MaintainedStore(KVStore):
     @abstractmethod
     def discard(self, key: str, used_ns: int) -> bool | None:
         """Delete an entry unless it was used or replaced since ``used_ns``. Returns True if it was
-        deleted, False if it was used, None if it no longer existed."""
+        deleted, False if it was used or replaced, None if it no longer existed."""
 
     @abstractmethod
     def read_parts(
@@ -277,7 +277,7 @@ class MaintainedStore(KVStore):
 
 
 def is_damage(answer: object) -> bool:
-    """Whether a result is an error that affects one bad entry, not the whole store."""
+    """Whether a result is an error of a single entry, not of the whole store."""
     return isinstance(answer, (CorruptEntryError, FingerprintMismatchError))
 
 

@@ -1,8 +1,8 @@
 """File operations for stores: private files, and deletion of files that are not in use.
 
-The modification time of a file records its last use. To delete a file by age, it is first renamed
-to a temporary name, and its last use is checked again. If another process has used it in the
-meantime, it is renamed back. This needs no lock and survives crashes.
+The modification time of a file records its last use. To delete a file by age, a process first
+renames it to a temporary name, and checks its last use again. If another process has used the file
+in the meantime, it is renamed back. This needs no lock and survives crashes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Store maintenance: detecting damaged entries, and deleting unreferenced ones.
+"""Store maintenance: verification of entries, and deletion of unreferenced entries.
 
 Entries are processed in parallel while the store is being listed. Memory use and report size do not
 grow with the store.

@@ -122,8 +122,8 @@ class TieredStore(KVStore):
 
     A read queries the tiers in order, with one call per tier for all entries that are still
     missing, and copies hits to the faster tiers. A write goes to all tiers; slow tiers before the
-    home are written in the background. After ``failures`` consecutive failures, a tier is skipped,
-    which is logged once, and retried every ``pause_s`` seconds (``docs/guides/stores.md``).
+    home are written in the background. After ``failures`` consecutive failures, a warning is
+    logged, and the tier is skipped and retried every ``pause_s`` seconds.
 
     Args:
         tiers: Stores, or paths and addresses as in ``open_store``. ``"memory:4GiB"`` keeps copies

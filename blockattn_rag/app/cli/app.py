@@ -138,9 +138,9 @@ def options(
     if not sys.stderr.isatty():  # No progress bars in log files.
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
         os.environ.setdefault("TQDM_DISABLE", "1")
-    if not debug:  # The error line at the end is sufficient.
+    if not debug:  # Hide library warnings: the error line is sufficient.
         os.environ.setdefault("HF_HUB_VERBOSITY", "error")
-        # If a package configures logging on import, these two would log every request and model.
+        # If a package configures logging on import, these would log each request or model load.
         for package in ("httpx", "sentence_transformers"):
             logging.getLogger(package).setLevel(logging.WARNING)
     logger = logging.getLogger("blockattn_rag")

@@ -125,7 +125,7 @@ def evaluate(
     for name in names:
         check_recipe(name)
     with waiting(f"loading {model}"):
-        # Without resident blocks, no recipe reuses another recipe's blocks.
+        # Without resident blocks, no recipe benefits from another recipe's cached blocks.
         engine: BlockAttentionEngine = BlockAttentionEngine.from_pretrained(
             model, dtype=dtype, kv_dtype=kv_dtype, recipe="none", resident_bytes=0
         )

@@ -1,4 +1,4 @@
-"""Output of commands: results on stdout, everything else on stderr, with readable numbers."""
+"""Output of commands: results on stdout, notes and errors on stderr, and formatted numbers."""
 
 from __future__ import annotations
 

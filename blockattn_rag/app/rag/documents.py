@@ -60,8 +60,8 @@ def load_documents(
 
     Raises:
         FileNotFoundError: A path does not exist.
-        UnreadableFileError: A file in ``paths``, or every file in the folders, has no readable
-            text. Other files without readable text are skipped and reported.
+        UnreadableFileError: A file in ``paths`` has no readable text, or no document was read.
+            In a folder, files without readable text are skipped and reported.
     """
     loaded = Loaded()
     queue: list[tuple[Path, bool]] = []

@@ -1,4 +1,4 @@
-"""Early validation of model, recipe and embedding names."""
+"""Validation of model, recipe and embedding names, and loading of embeddings."""
 
 from __future__ import annotations
 

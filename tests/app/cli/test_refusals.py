@@ -16,7 +16,7 @@ ASK = "ask How? --db {db}"
 EVAL = "eval --model no/model"
 PLAN = "plan --model 8b --tflops 1"
 TRAIN = "train --model bundled --data q.jsonl --output out"
-CACHE, FOLDER = "is a cache", "file:///no/such/folder"
+CACHE, FOLDER = "a cache that evicts entries", "file:///no/such/folder"
 
 
 @pytest.fixture
