@@ -1,1 +1,1 @@
-"""Command line, and the pipeline behind it."""
+"""Command line, and the RAG pipeline that its commands use."""

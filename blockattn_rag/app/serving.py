@@ -36,12 +36,12 @@ class ServerOptions(NamedTuple):
 
 
 def settings_of(path: Path) -> Manifest:
-    """Return the settings of a database, with the address of its store."""
+    """Return a database's settings and store, or raise DatabaseError if it uses a server."""
     manifest = require_manifest(path)
     if manifest.servers:
         raise DatabaseError(
             f"{path} uses the server {manifest.servers[0]}, which has its own model and store; "
-            "pass the MODEL and the --store to serve"
+            "pass MODEL and --store instead of --db"
         )
     return replace(manifest, store=manifest.store or str(path.resolve() / "kv"))
 
@@ -71,9 +71,7 @@ def server_options(
     store = open_store(settings.store)
     recipe = resolve_recipe(settings.recipe, model, store, folder, stock=settings.stock)
     if recipe.recompute and conflicting_option and settings.recipe == AUTO_SETTING:
-        logger.warning(
-            "No tokens will be recomputed, because %s does not support it", conflicting_option
-        )
+        logger.warning("Recomputation is off, because %s does not support it", conflicting_option)
         recipe = replace(recipe, recompute=0.0)
     connector = {
         "store": settings.store,
@@ -104,8 +102,8 @@ def _dtype_of(settings: Manifest, commit: str | None) -> str:
 
 
 def _name_of(recipe: Recipe) -> str:
-    """Return a recipe's text form, or a folder with it. The folder is a copy in the user's cache,
-    so that replacing the recipe does not affect a server that is starting."""
+    """Return a recipe's text form or, if it has an adapter, a folder with a copy of the recipe.
+    The copy is in the user's cache, so replacing the recipe does not affect a starting server."""
     if recipe.adapter is None:
         return str(recipe)
     folder = state_folder() / "recipes" / recipe.digest[:32]

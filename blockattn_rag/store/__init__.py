@@ -1,7 +1,4 @@
-"""Stores for the keys and values of blocks: memory, disk, object storage, Redis, and tiers.
-
-Names are imported lazily.
-"""
+"""Stores for the keys and values of blocks: memory, disk, object storage, Redis, and tiers."""
 
 from __future__ import annotations
 

@@ -103,8 +103,8 @@ class KVStore(ABC):
     """Base class of stores: a thread-safe map from store keys (``kv.store_key``) to ``BlockKV``.
 
     A new backend implements ``get`` (or ``get_many``, if reading several entries at once is
-    faster), ``put``, ``__contains__``, ``delete``, ``keys`` and ``stats``; see CONTRIBUTING.md for
-    the others. Derive from ``MaintainedStore`` to support the ``blockattn-rag store`` commands.
+    faster), ``put``, ``__contains__``, ``delete``, ``keys`` and ``stats``. CONTRIBUTING.md lists
+    the optional methods. Derive from ``MaintainedStore`` to support ``blockattn-rag store``.
     """
 
     records_use: ClassVar[bool] = True
@@ -236,7 +236,7 @@ class MaintainedStore(KVStore):
     @abstractmethod
     def discard(self, key: str, used_ns: int) -> bool | None:
         """Delete an entry unless it was used or replaced since ``used_ns``. Returns True if it was
-        deleted, False if it was used, None if it no longer existed."""
+        deleted, False if it was used or replaced, None if it no longer existed."""
 
     @abstractmethod
     def read_parts(
@@ -255,7 +255,7 @@ class MaintainedStore(KVStore):
         """
 
     def leftovers(self) -> Iterator[Path]:
-        """Temporary files of running or killed writers."""
+        """Iterate over the temporary files of running or killed writers."""
         return iter(())
 
     def claim(self, key: str, handles: Collection[str]) -> bool:
@@ -277,15 +277,15 @@ class MaintainedStore(KVStore):
 
 
 def is_damage(answer: object) -> bool:
-    """Whether a result is an error that affects one bad entry, not the whole store."""
+    """Whether a result is an error of a single entry, not of the whole store."""
     return isinstance(answer, (CorruptEntryError, FingerprintMismatchError))
 
 
 def age_s(used_ns: int, now_ns: int | None = None) -> float:
-    """Seconds between a time (nanoseconds since 1970) and now.
+    """Return the seconds between a time (nanoseconds since 1970) and now.
 
-    A time in the future comes from a wrong clock. Its absolute difference is returned: a file dated
-    a few seconds ahead is new, but one dated a year ahead must not be kept forever.
+    A time in the future comes from a wrong clock, and counts as equally far in the past: a file
+    dated a few seconds ahead is new, but a file dated a year ahead must not be kept forever.
     """
     return abs((time.time_ns() if now_ns is None else now_ns) - used_ns) / 1e9
 
@@ -305,9 +305,9 @@ def find_blocks(
     get_many: Callable[[Sequence[str]], Sequence[ReadResult]],
     outline: Outline,
 ) -> tuple[list[BlockKV | None], dict[str, StoreError]]:
-    """Look up blocks with one batch read of all first keys, then one of the second keys of the
-    blocks that are still missing, and so on. Returns the blocks, and errors by key: damaged
-    entries, entries of another block, and failed reads."""
+    """Look up blocks with one batch read of all first keys, then a batch read of the second keys of
+    blocks that are still missing, and so on. Returns the blocks, None if missing, and the errors by
+    key: damaged entries, entries of another block, and failed reads."""
     blocks: list[BlockKV | None] = [None] * len(queries)
     errors: dict[str, StoreError] = {}
     for turn in range(max((len(query.keys) for query in queries), default=0)):

@@ -44,7 +44,7 @@ def is_key(key: object) -> TypeGuard[str]:
 
 def check_key(key: str) -> str:
     if not is_key(key):
-        raise ValueError(f"A store key must be 64 hex digits (kv.store_key), found {key!r}")
+        raise ValueError(f"A store key is 64 lowercase hex digits (kv.store_key), found {key!r}")
     return key
 
 
@@ -71,13 +71,13 @@ def check_block(kv: BlockKV, key: str, token_ids: Sequence[int], outline: Outlin
         )
     if kv.token_outline != outline:
         raise FingerprintMismatchError(
-            f"The keys and values of the entry {key} do not have this model's shape or dtype; a "
-            "disk tier belongs to one rank of one model"
+            f"The keys and values of the entry {key} do not have this model's shape or dtype; do "
+            "not share a disk tier between models or ranks"
         )
 
 
 def is_finite(kv: BlockKV) -> bool:
-    """Whether all keys and values are finite. A single NaN or infinity corrupts every answer."""
+    """Whether all keys and values are finite. One NaN or infinity corrupts a complete answer."""
     if kv.scales is None:
         return all(all_finite(states) for states in (*kv.keys, *kv.values))
     # Check the largest magnitude that a scale can produce, in the dequantized dtype.
@@ -89,7 +89,7 @@ def check_finite(kv: BlockKV, place: object) -> None:
     if not is_finite(kv):
         raise StoreError(
             f"Cannot write {place}: keys or values of the block contain NaN or infinity. The model "
-            f"overflows {str(kv.keys[0].dtype).removeprefix('torch.')}; load it with "
+            f"may overflow {str(kv.keys[0].dtype).removeprefix('torch.')}; load it with "
             "dtype='float32' or 'bfloat16'"
         )
 
@@ -146,7 +146,7 @@ def check_states(
 
 def _check_scales(kv: BlockKV, scales: KVScales) -> None:
     if not scales.dtype.is_floating_point or scales.dtype not in DTYPE_NAMES:
-        raise ValueError(f"Blocks cannot be dequantized to {scales.dtype}")
+        raise ValueError(f"Cannot dequantize to {scales.dtype}: expected a floating-point dtype")
     actual = [(t.dtype, tuple(t.shape)) for t in (*scales.keys, *scales.values)]
     shapes = [(k.shape[0], 1, k.shape[2]) for k in kv.keys]
     shapes += [(v.shape[0], v.shape[1], 1) for v in kv.values]

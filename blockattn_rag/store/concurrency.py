@@ -68,7 +68,7 @@ class Readers(_ForkAware):
 
 
 def deadline(seconds: float) -> float:
-    """Time in ``seconds`` from now, on the ``time.monotonic`` clock."""
+    """Return the time ``seconds`` from now on the ``time.monotonic`` clock."""
     return time.monotonic() + seconds
 
 
@@ -77,7 +77,7 @@ def remaining(until: float) -> float:
 
 
 def outcome(future: Future[T], until: float, doing: str) -> T:
-    """Wait for the result of a read. At the deadline, raise and cancel the read if it is queued."""
+    """Return a read's result. At the deadline, cancel the read if queued, and raise StoreError."""
     try:
         return future.result(remaining(until))
     except TimeoutError:
@@ -92,7 +92,7 @@ def check_seconds(name: str, seconds: float) -> float:
 
 
 class SingleFlight(_ForkAware):
-    """Deduplicates concurrent reads of the same key."""
+    """Deduplication of reads: threads that read the same key concurrently share the result."""
 
     def _renew(self) -> None:
         self._lock = threading.Lock()
@@ -121,7 +121,7 @@ class SingleFlight(_ForkAware):
         finally:
             for key in own:
                 if not awaited[key].done():  # `read_many` raised in this thread.
-                    awaited[key].set_result(StoreError(f"The read of {key} was interrupted"))
+                    awaited[key].set_result(StoreError(f"Cannot read {key}: a shared read failed"))
                 with self._lock:
                     if self._reads.get(key) is awaited[key]:
                         del self._reads[key]
@@ -159,7 +159,7 @@ class WriteQueue(_ForkAware):
         self._threads = ThreadPoolExecutor(_WRITERS, thread_name_prefix="blockattn-rag-writes")
 
     def add(self, key: str, kv: BlockKV, write: Callable[[str, BlockKV], object]) -> bool:
-        """Queue ``write(key, kv)``, which must not raise, in place of a queued write for this key.
+        """Queue ``write(key, kv)``, which must not raise, and cancel a queued write for this key.
         Returns False if the queue is full or closed, in which case the block is not written."""
         kv = kv.to(torch.device("cpu"))
         queued = partial(write, key, kv)
@@ -183,7 +183,7 @@ class WriteQueue(_ForkAware):
             return was_queued
 
     def flush(self, wait_s: float | None = None) -> bool:
-        """Wait at most ``wait_s`` seconds until the queue is empty. Returns whether it is."""
+        """Wait at most ``wait_s`` seconds until the queue is empty. Returns whether it is empty."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._bytes, wait_s)
 

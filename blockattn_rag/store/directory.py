@@ -157,7 +157,7 @@ class DirectoryStore(MaintainedStore):
         if not is_key(key):
             return False
         path = self.entry_path(key)
-        with files.explained("look for", path):
+        with files.explained("look up", path):
             return path.exists()
 
     def delete(self, key: str) -> bool:
@@ -178,7 +178,7 @@ class DirectoryStore(MaintainedStore):
     def entries(self) -> Iterator[StoredEntry]:
         """Iterate over all entries. Reads count as uses at most once a minute."""
         for path in self._paths():
-            with files.explained("look at", path):
+            with files.explained("inspect", path):
                 status = files.status_of(path)
             if status is not None:
                 nbytes = status.st_size if stat.S_ISREG(status.st_mode) else 0
@@ -240,7 +240,7 @@ class DirectoryStore(MaintainedStore):
             return error
 
     def _write(self, path: Path, content: bytes) -> None:
-        if not self._mark.exists():  # The folder was deleted after it was opened.
+        if not self._mark.exists():  # The folder was deleted after the store was opened.
             self._make(create=True)
         if not path.parent.exists():
             files.make_folder(self._objects)
@@ -254,8 +254,8 @@ class DirectoryStore(MaintainedStore):
             files.mark_used(file.fileno())
 
     def _make(self, create: bool) -> None:
-        """Turn this directory into a store, unless another process has just done so. A directory
-        of entries is a store whose mark was deleted, for example while others wrote to it."""
+        """Initialize a store in this directory, unless another process has just done so. Entries
+        may exist already if ``format.json`` was deleted, for example during a write."""
         if not create:
             raise StoreError(f"No store at {self.path}: it has no {_MARK}")
         files.make_folder(self.path, parents=True)
@@ -307,5 +307,5 @@ def _check_mark(mark: Path) -> None:
     if mark_fields != _MARKED:
         raise StoreError(
             f"{mark.parent} is a store of another format: found {mark_fields}, expected {_MARKED}; "
-            "use another directory, or ingest again"
+            "ingest into another directory"
         )

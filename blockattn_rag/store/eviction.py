@@ -11,7 +11,7 @@ from blockattn_rag.store.base import KVStore, MaintainedStore, StoredEntry, age_
 
 logger = logging.getLogger("blockattn_rag")
 
-_SHARE = 64  # see SizeBound
+_SHARE = 64  # Up to 1/64 of the limit is freed in advance; see SizeBound.
 _LOOKS = 3  # Attempts to free space while entries are in use.
 
 
@@ -23,7 +23,7 @@ def check_max_bytes(max_bytes: int) -> None:
 
 
 class Refusals:
-    """Counts entries that exceed a store's size limit, and logs the first."""
+    """Counter of entries that exceed a store's size limit. Logs the first of these entries."""
 
     def __init__(self, limit: str = "max_bytes") -> None:
         self._limit = limit
@@ -48,9 +48,9 @@ class Refusals:
 def _evict(
     store: MaintainedStore, max_bytes: int, *, more_bytes: int = 0, ignored: str = ""
 ) -> tuple[int, tuple[StoredEntry, ...]]:
-    """Delete the least recently used entries until the others take at most ``max_bytes`` and, if
-    any must be deleted, up to ``more_bytes`` more. ``ignored`` is about to be replaced. Returns the
-    total size of the remaining entries, and the deleted entries."""
+    """Delete the least recently used entries until the others take at most ``max_bytes``. If any
+    must be deleted, free up to ``more_bytes`` more. Does not count or delete the entry with the key
+    ``ignored``. Returns the total size of the remaining entries, and the deleted entries."""
     known = [entry for entry in store.entries() if entry.nbytes and entry.key != ignored]
     left, spare = sum(entry.nbytes for entry in known), more_bytes
     deleted: list[StoredEntry] = []
@@ -72,11 +72,11 @@ def _evict(
 
 
 class SizeBound:
-    """Frees space in a store before a write. Callers must hold ``lock``.
+    """Size limit of a store, which frees space before a write. Callers must hold ``lock``.
 
     Listing all files for each write would be slow in a large store. A writer lists them only when
     it has written 1/64 of the size limit or runs out of space, and then frees up to 1/64 at once.
-    Each additional writer may exceed the limit by 1/64, or by one larger entry, until then.
+    Each additional writer may exceed the limit by 1/64, or by one larger entry, until it does so.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -88,7 +88,7 @@ class SizeBound:
         self._room = 0  # Bytes to write before listing the files again.
 
     def make_room(self, store: MaintainedStore, key: str, nbytes: int) -> None:
-        """Evict entries if needed before an entry of ``nbytes`` (at most ``max_bytes``) is put."""
+        """Evict entries, if needed, to fit an entry of ``nbytes`` (at most ``max_bytes``)."""
         if nbytes > self._room:
             share, most = self.max_bytes // _SHARE, self.max_bytes - nbytes
             for _ in range(_LOOKS):

@@ -1,8 +1,8 @@
 """File operations for stores: private files, and deletion of files that are not in use.
 
-The modification time of a file records its last use. To delete a file by age, it is first renamed
-to a temporary name, and its last use is checked again. If another process has used it in the
-meantime, it is renamed back. This needs no lock and survives crashes.
+The modification time of a file records its last use. To delete a file by age, a process first
+renames it to a temporary name, and checks its last use again. If another process has used the file
+in the meantime, it is renamed back. This needs no lock and survives crashes.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def opened(path: Path) -> Iterator[FileIO | None]:
 
 
 def read_ranges(file: FileIO, ranges: Sequence[tuple[int, int]]) -> Tensor:
-    """Read and concatenate byte ranges (start, stop) of a file, uint8 in newly allocated memory.
+    """Read and concatenate byte ranges (start, stop) of a file into a new uint8 tensor.
 
     The file is not memory-mapped: truncating a mapped file kills the process that reads it
     (SIGBUS), and the number of mappings is limited (65,530 on Linux).
@@ -109,8 +109,8 @@ def mark_used(descriptor: int, at_most_every_s: float = 0.0) -> None:
 
 
 def remove_unused(path: Path, used_ns: int) -> bool | None:
-    """Delete a file unless it was used or replaced since its modification time was ``used_ns``;
-    see ``MaintainedStore.discard``."""
+    """Delete a file if its modification time is still ``used_ns``. Returns True if it was deleted,
+    False if it was used or replaced, None if it no longer existed."""
     aside, is_deleted = temporary_name(path), False
     try:
         os.rename(path, aside)
@@ -121,7 +121,7 @@ def remove_unused(path: Path, used_ns: int) -> bool | None:
                 is_deleted = True
         finally:
             if not is_deleted:
-                # A file written here in the meantime has the same block, so it may be replaced.
+                # A file written to `path` in the meantime has the same block, so replace it.
                 os.replace(aside, path)
     except FileNotFoundError:
         return None

@@ -52,7 +52,7 @@ def encode(kv: BlockKV) -> bytes:
 
 
 def decode(raw: Tensor) -> BlockKV:
-    """Decode an entry, uint8 ``[size]``. Keys and values are views of ``raw``.
+    """Decode an entry, uint8 ``[size]``. Keys and values may be views of ``raw``.
 
     Each layer is ``[heads, tokens, dim]``, with contiguous heads. Contents are validated even if
     all checksums match, because an attacker can compute valid checksums.

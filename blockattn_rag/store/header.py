@@ -37,11 +37,11 @@ Buffer = bytes | bytearray | memoryview
 
 
 class FormatError(ValueError):
-    """Raised if bytes are not a complete and intact entry of this format version."""
+    """Raised for a damaged entry or another format version. Messages follow "... is damaged: "."""
 
 
 class LayerShape(NamedTuple):
-    """Number of key-value heads of a layer, head sizes, and stored dtypes."""
+    """Shape of a layer: number of key-value heads, head sizes, and stored dtypes."""
 
     heads: int
     key_size: int
@@ -73,7 +73,7 @@ class Layout:
 
     @cached_property
     def groups(self) -> tuple[tuple[LayerShape, tuple[int, ...]], ...]:
-        """Shape and indices of the layers of each group, ordered by their first layers."""
+        """Shape and layer indices of each group, ordered by first layer."""
         groups: dict[LayerShape, list[int]] = {}
         for layer, shape in enumerate(self.layers):
             groups.setdefault(shape, []).append(layer)
@@ -103,7 +103,7 @@ class Layout:
 
 
 def tensor_name(head: int, kind: str, group: int) -> str:
-    """Name of a tensor. Files are sorted by dtype and name, so consecutive heads are adjacent."""
+    """Return a tensor's name. Files are sorted by dtype and name, so heads are stored in order."""
     return f"head.{head:04}.{kind}.{group:02}"
 
 
@@ -154,7 +154,7 @@ def read_header(file: BinaryIO | FileIO, size: int) -> Header:
 
 
 def header_end(head: Buffer) -> int:
-    """Return the number of bytes before the tensors."""
+    """Return the number of bytes before the tensors, given the entry's first bytes."""
     if len(head) < _LENGTH_BYTES:
         raise FormatError(f"found {len(head)} bytes, expected at least {_LENGTH_BYTES}")
     length = int.from_bytes(head[:_LENGTH_BYTES], "little")
@@ -221,11 +221,11 @@ def _described(about: dict[str, Any], fields: dict[str, Any], start: int, size: 
     places = {name: _place(field, start) for name, field in fields.items()}
     layout = _layout(about, places)
     if {name: (place.dtype, place.shape) for name, place in places.items()} != layout.tensors:
-        raise ValueError("its tensors are not the tensors of a block")
+        raise ValueError("Unexpected tensors: expected the tensors of a block")
     end = start
     for place in sorted(places.values(), key=lambda place: place.start):
         if place.start != end or place.stop - end != place.nbytes:
-            raise ValueError("its tensors overlap, leave gaps, or do not match their data's sizes")
+            raise ValueError("The tensors overlap, leave gaps, or do not match their data's sizes")
         end = place.stop
     if end != size:
         raise FormatError(f"its header describes {end} bytes, found {size}")
@@ -233,7 +233,7 @@ def _described(about: dict[str, Any], fields: dict[str, Any], start: int, size: 
         raise FormatError("its header is damaged: its checksum does not match")
     dtype = checks.DTYPES[about["dtype"]]
     if not dtype.is_floating_point or not (layout.quantized or dtype == layout.layers[0].key_dtype):
-        raise ValueError(f"found dtype {dtype}, which does not match its keys")
+        raise ValueError(f"Found dtype {dtype}, which does not match the keys")
     checksums = {name: about[name] for name in places}
     fingerprint, digest, handle, namespace = (about[name] for name in _TEXTS)
     return Header(fingerprint, digest, handle, namespace, dtype, layout, places, checksums)
@@ -255,13 +255,13 @@ def _layout(about: Mapping[str, str], places: Mapping[str, TensorSpec]) -> Layou
     checks.check_states(places[TOKEN_IDS], keys, values, quantized=quantized)
     layers = about["layers"].split(",", checks.MOST_LAYERS)
     if len(layers) > checks.MOST_LAYERS:
-        raise ValueError(f"found more than {checks.MOST_LAYERS} layers")
+        raise ValueError(f"Found more than {checks.MOST_LAYERS} layers")
     return Layout(num_tokens, tuple(shapes[_whole(int(group))] for group in layers), quantized)
 
 
 def _place(field: Any, start: int) -> TensorSpec:
     if field.keys() != {"dtype", "shape", "data_offsets"}:
-        raise ValueError(f"found unexpected tensor fields {[*field]!r:.80}")
+        raise ValueError(f"Found unexpected tensor fields {[*field]!r:.80}")
     first, last = map(_whole, field["data_offsets"])
     shape = tuple(map(_whole, field["shape"]))
     return TensorSpec(checks.DTYPES[field["dtype"]], shape, start + first, start + last)
@@ -269,12 +269,12 @@ def _place(field: Any, start: int) -> TensorSpec:
 
 def _whole(number: object) -> int:
     if type(number) is not int or number < 0:
-        raise ValueError(f"found size {number!r:.80}, expected a non-negative integer")
+        raise ValueError(f"Found {number!r:.80}, expected a non-negative integer")
     return number
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     fields = dict(pairs)
     if len(fields) != len(pairs):
-        raise ValueError("found a duplicate name")
+        raise ValueError("Found a duplicate name")
     return fields

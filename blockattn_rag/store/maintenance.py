@@ -1,4 +1,4 @@
-"""Store maintenance: detecting damaged entries, and deleting unreferenced ones.
+"""Store maintenance: verification of entries, and deletion of unreferenced entries.
 
 Entries are processed in parallel while the store is being listed. Memory use and report size do not
 grow with the store.
@@ -23,7 +23,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 GRACE_S = 3600.0
-"""Default grace period of ``gc`` in seconds, because ingestions store blocks before passages."""
+"""Default grace period of ``gc`` in seconds. Ingestion stores blocks before adding passages."""
 
 MOST_NAMES = 100
 """Maximum number of names in a ``Tally``."""
@@ -34,10 +34,9 @@ _WHOLE_AT_ONCE = 4  # Complete entries are read into memory.
 
 @dataclass(slots=True)
 class Tally:
-    """Number of entries or files, and the names of the first ``MOST_NAMES`` of them.
+    """Number of entries or files, and the first ``MOST_NAMES`` of them with reasons.
 
-    Args:
-        first: Maps names to reasons. Names are keys, or paths of temporary files.
+    The keys of ``first`` are store keys, or paths of temporary files.
     """
 
     count: int = 0
@@ -306,8 +305,8 @@ def _outcome(
 
 
 def describe_all(store: MaintainedStore) -> Iterator[tuple[str, EntryInfo | StoreError | None]]:
-    """Yield the key of each entry, and its header, or None if it was deleted in the meantime, or
-    the StoreError if it cannot be read. Reads several entries concurrently."""
+    """Yield the key of each entry with its ``EntryInfo``, with None if it was deleted in the
+    meantime, or with the StoreError if it cannot be read. Reads several entries concurrently."""
 
     def described(key: str) -> tuple[str, EntryInfo | StoreError | None]:
         try:

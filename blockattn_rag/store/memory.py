@@ -38,8 +38,8 @@ class MemoryStore(KVStore):
     """In-memory store that evicts the least recently used blocks.
 
     A block larger than ``max_bytes`` is not stored, but counted in ``stats().refused``; the first
-    one is also logged. Blocks are not copied: a view keeps the complete underlying tensor in
-    memory, which does not count toward ``max_bytes``.
+    one is also logged. Without ``on_host``, blocks are not copied: a view keeps the complete
+    underlying tensor in memory, which does not count toward ``max_bytes``.
 
     Args:
         max_bytes: Size limit of all keys and values (``BlockKV.nbytes``).

@@ -12,7 +12,7 @@ _PRIVATE = "/private"  # Namespaces cannot contain a slash.
 
 
 def check_namespace(name: object) -> str:
-    """Return the name unchanged if it is valid. The empty string is the default namespace."""
+    """Return a valid name, or raise ValueError. The empty string is the default namespace."""
     if isinstance(name, str) and (name == "" or _NAME.fullmatch(name)):
         return name
     raise ValueError(
@@ -51,7 +51,7 @@ class Access:
         object.__setattr__(self, "read_namespaces", names)
 
     def namespaces(self, *, private: bool) -> tuple[str, ...]:
-        """Return the namespaces to look a block up in, in order. The first one is also written to.
+        """Return the namespaces in which to look up a block, in order. Writes go to the first.
 
         Private blocks are neither passages nor system messages. They are kept in a separate part of
         the namespace, so that response times do not reveal to users which passages are stored.

@@ -54,8 +54,8 @@ class ObjectClient:
         return f"{self.url}/{path}"
 
     def read_many(self, paths: Sequence[str]) -> list[Tensor | StoreError | None]:
-        """Read complete objects concurrently, with one deadline for all. The contents are uint8
-        ``[size]`` in newly allocated memory, or None for an object that does not exist."""
+        """Read complete objects concurrently, with one deadline for all. Returns a new uint8 tensor
+        ``[size]`` for each object, None if it does not exist, or the error of a failed read."""
         return self.read_ranges(
             [(path, lambda _, size: [(0, size)]) for path in paths], _PART_BYTES
         )
@@ -65,8 +65,8 @@ class ObjectClient:
     ) -> list[Tensor | StoreError | None]:
         """Read byte ranges of objects, and concatenate the ranges of each object.
 
-        The first read of an object has ``first_bytes`` bytes. Ranges within them need no further
-        read. If ``Choose`` raises a StoreError, that error is returned.
+        The first read of an object has ``first_bytes`` bytes. Ranges within these bytes need no
+        further read. If a ``Choose`` function raises a StoreError, that error is returned.
         """
         until = deadline(self.deadline_s)
         start = self._readers.start
@@ -82,7 +82,7 @@ class ObjectClient:
 
     def head(self, path: str) -> ObjectMeta | None:
         read = self._readers.start(self._head, path)
-        return outcome(read, deadline(self.deadline_s), f"look for {self.place(path)}")
+        return outcome(read, deadline(self.deadline_s), f"look up {self.place(path)}")
 
     def write(self, path: str, content: bytes) -> None:
         with self._explained("write", path):
@@ -104,8 +104,8 @@ class ObjectClient:
                 yield from page
 
     def _begin(self, path: str, choose: Choose, first_bytes: int, until: float) -> _Read | None:
-        """Read the first part of an object, select the ranges, and start reading them, unless the
-        deadline has passed: further reads would delay later ones."""
+        """Read an object's first part, and start reading the selected ranges. Raises StoreError
+        after the deadline, because these reads would delay later requests."""
         head = self._range(path, 0, first_bytes)
         if head is None:
             return None
@@ -181,12 +181,12 @@ class ObjectClient:
                     head = self._head(path)
                     if head is not None and head["size"] == 0:
                         raise CorruptEntryError(
-                            f"{self.place(path)} is damaged: it is empty"
+                            f"{self.place(path)} is damaged: it is empty; delete it"
                         ) from None
                 raise
 
     def _head(self, path: str) -> ObjectMeta | None:
-        with self._explained("look for", path):
+        with self._explained("look up", path):
             try:
                 return self._backend.head(path)
             except FileNotFoundError:
@@ -252,7 +252,7 @@ def connect(url: str, deadline_s: float, retries: int) -> Backend:
     for name in _S3_SERVERS:
         server = os.environ.get(name, "")
         if server.startswith("http://"):
-            client["allow_http"] = True  # Allow plain HTTP only if the address asks for it.
+            client["allow_http"] = True  # Allow plain HTTP only for an http:// address.
         elif server and not server.startswith("https://"):
             raise ValueError(f"{name} is not a server address: expected http://... or https://...")
     retry: RetryConfig = {

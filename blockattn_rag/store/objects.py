@@ -48,7 +48,7 @@ _HEADER_BYTES = 16 << 10
 class ObjectStore(MaintainedStore):
     """Store in a bucket. Safe for concurrent use by threads, processes and machines.
 
-    The layout is that of a ``DirectoryStore``. Objects are written and replaced atomically. A read
+    Uses the layout of a ``DirectoryStore``. Objects are written and replaced atomically. A read
     fetches parts of one object version concurrently, and verifies the complete entry. Object stores
     record only writes, so an entry's last use is its last write. Credentials come from the
     environment, never from the address (``docs/guides/stores.md``).

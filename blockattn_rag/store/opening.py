@@ -60,7 +60,7 @@ def open_spec(spec: str | Path, *, on_host: bool = False) -> KVStore:
     """Open the store at a path or address, without the checks and the warning of ``open_store``."""
     text = str(spec)
     scheme = urls.scheme_of(text)
-    # Imported lazily, so that opening a store does not load the dependencies of the others.
+    # Imported lazily, so that opening a store does not load dependencies of other stores.
     if scheme == "memory":
         from blockattn_rag.store.memory import MemoryStore
 

@@ -2,7 +2,7 @@
 
 Each namespace has its own index, so that recognition reveals nothing about other tenants. The index
 consists of immutable files in ``store.sidecar``. Each ingestion adds one file, whose name is the
-digest of its content. An index entry for a deleted passage is harmless: it is encoded again.
+digest of its content. A deleted passage that the index still lists is encoded again.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class PassageIndex:
         return self._index(namespace).add(entries)
 
     def _matcher(self, namespace: str) -> PassageMatcher:
-        """Matcher of a namespace. Of several concurrent prompts, only one waits for new files."""
+        """Return a namespace's matcher. After its first read, only one prompt waits for files."""
         index = self._index(namespace)
         with self._lock:
             starts = index.is_due and (index.read is None or index.read.done())
@@ -148,7 +148,7 @@ class _NamespaceIndex:
             logger.exception("Unexpected error while reading the passage index: %s", error)
 
     def add(self, entries: Entries) -> int:
-        """Write the entries that are new to one file. Returns their number."""
+        """Write new entries to a file. Returns their number."""
         self.refresh()
         with self._lock:
             fresh = joined([entries])
@@ -159,7 +159,8 @@ class _NamespaceIndex:
             return len(fresh)
 
     def merge(self, stored: set[bytes] | None, added: Entries) -> tuple[int, int]:
-        """Replace the files read so far with one. Returns how many entries are kept and dropped."""
+        """Merge the files and ``added`` into one, keeping only handles in ``stored`` (None: all).
+        Returns how many entries are kept and dropped."""
         with self._lock:
             entries = joined([self.matcher.entries, added])
             kept = entries
@@ -247,7 +248,7 @@ def merge_index(
 
 
 def folder_of(namespace: str) -> str:
-    """Folder of a namespace's index files, unique even on case-insensitive file systems."""
+    """Return the folder of a namespace's files, unique even on case-insensitive file systems."""
     return f"{_FOLDER}/n{namespace.encode().hex()}"
 
 

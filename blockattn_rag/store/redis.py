@@ -138,7 +138,7 @@ class RedisStore(KVStore):
                     yield key
 
     def stats(self) -> StoreStats:
-        """Size and counters. Requests the size of each entry, which is slow for a large cache."""
+        """Return size and counters. Requests each entry's size, which is slow for a large cache."""
         keys = set(self.keys())
         lengths = [partial(self._server.strlen, self._name(key)) for key in keys]
         total_bytes = sum(int(self._asked("look up an entry", length)) for length in lengths)

@@ -35,7 +35,7 @@ _READERS = 8
 
 
 class _Tier:
-    """Store with a deadline per call, which is skipped while its circuit breaker is open.
+    """Store with a deadline per call and a circuit breaker, which skips calls while it is open.
 
     The deadline does not apply to writes or to in-memory stores.
     """
@@ -71,11 +71,11 @@ class _Tier:
         if self.is_in_memory:
             return self._guarded(question, entries)
         until = deadline(self._deadline_s)
-        doing = f"ask {self._stats.name}"
+        doing = f"query {self._stats.name}"
         return self._guarded(lambda: outcome(self._readers.start(question), until, doing), entries)
 
     def count(self, **more: int) -> None:
-        """Add to counters, by their names in ``TierStats``."""
+        """Increase counters, named as in ``TierStats``."""
         with self._lock:
             sums = {name: getattr(self._stats, name) + number for name, number in more.items()}
             self._stats = replace(self._stats, **sums)
@@ -85,7 +85,7 @@ class _Tier:
             return replace(self._stats, is_open=self._breaker.is_open)
 
     def _guarded(self, call: Callable[[], T], entries: int) -> T:
-        """Make a call unless the breaker is open, and report the outcome to the breaker."""
+        """Make a call, and report its outcome to the breaker. Raises if the breaker is open."""
         if not self._breaker.allows():
             self.count(skipped=entries)
             raise StoreUnavailableError(
@@ -122,8 +122,8 @@ class TieredStore(KVStore):
 
     A read queries the tiers in order, with one call per tier for all entries that are still
     missing, and copies hits to the faster tiers. A write goes to all tiers; slow tiers before the
-    home are written in the background. After ``failures`` consecutive failures, a tier is skipped,
-    which is logged once, and retried every ``pause_s`` seconds (``docs/guides/stores.md``).
+    home are written in the background. After ``failures`` consecutive failures, a warning is
+    logged, and the tier is skipped and retried every ``pause_s`` seconds.
 
     Args:
         tiers: Stores, or paths and addresses as in ``open_store``. ``"memory:4GiB"`` keeps copies
@@ -174,7 +174,7 @@ class TieredStore(KVStore):
 
     def mark_used(self, key: str) -> None:
         for tier in self._tiers:
-            if tier.store.records_use:  # A call that sends no request would close the breaker.
+            if tier.store.records_use:  # A call that sends no request must not close the breaker.
                 with suppress(StoreError):
                     tier.ask(partial(tier.store.mark_used, key))
 
@@ -211,14 +211,14 @@ class TieredStore(KVStore):
         return self._home.store.keys()
 
     def stats(self) -> StoreStats:
-        """Stats of the home and of all tiers. Counting the home's entries may be slow."""
+        """Return stats of the home and of all tiers. Counting the home's entries may be slow."""
         return replace(self._home.store.stats(), tiers=self.tier_stats())
 
     def tier_stats(self) -> tuple[TierStats, ...]:
         return tuple(tier.stats() for tier in self._tiers)
 
     def flush(self, wait_s: float | None = None) -> bool:
-        """Wait at most ``wait_s`` seconds for pending copies. Returns whether all are written."""
+        """Wait for pending copies, at most ``wait_s`` seconds. Returns whether all are written."""
         return self._queue.flush(wait_s)
 
     def close(self) -> None:

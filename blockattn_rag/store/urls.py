@@ -52,7 +52,7 @@ _ADVICE = (
 
 
 def scheme_of(spec: str) -> str:
-    """Scheme of an address such as ``s3://bucket/kv``, in lower case. Empty for a path."""
+    """Return the scheme of an address in lower case, for example ``s3``. Empty for a path."""
     if not spec:
         raise ValueError("Empty store address: expected a path or s3://bucket/prefix")
     if spec.startswith("memory:"):
@@ -68,7 +68,7 @@ def scheme_of(spec: str) -> str:
 
 
 def lasts(spec: str) -> bool:
-    """Whether entries at an address outlive this process and are accessible to others."""
+    """Whether entries at an address outlive this process and are accessible to other processes."""
     return scheme_of(spec) != "memory"
 
 

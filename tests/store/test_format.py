@@ -358,7 +358,7 @@ def test_header_with_a_wrong_checksum_is_refused() -> None:
 def test_duplicate_tensor_name_is_refused() -> None:
     content = golden()
     head = content[8 : -len(GOLDEN_DATA)].replace(b'{"__meta', b'{"token_ids":{},"__meta')
-    refused(len(head).to_bytes(8, "little") + head + GOLDEN_DATA, "found a duplicate name")
+    refused(len(head).to_bytes(8, "little") + head + GOLDEN_DATA, "Found a duplicate name")
 
 
 def test_encode_refuses_long_names() -> None:
@@ -509,7 +509,7 @@ def test_malformed_blocks_are_refused(change: dict[str, Any], message: str) -> N
         ({"scales": KVScales((), (), torch.float32)}, "needs float32 scales in each layer"),
         ({"keys": (torch.zeros(2, 3, 5, dtype=torch.int8),) * 2}, "needs float32 scales"),
         ({"keys": (torch.zeros(2, 3, 4),) * 2}, "Quantized .* must be int8; found torch.float32"),
-        ({"scales": torch.int32}, r"cannot be dequantized to torch\.int32"),
+        ({"scales": torch.int32}, r"Cannot dequantize to torch\.int32"),
     ],
 )
 def test_invalid_int8_blocks_are_refused(change: dict[str, Any], message: str) -> None:

@@ -1,4 +1,4 @@
-"""Command line ``blockattn-rag``. Importing it loads neither torch nor a framework."""
+"""Command line ``blockattn-rag``. Importing this package loads neither torch nor LlamaIndex."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Application: commands, global options, errors and logging."""
+"""Typer application: registration of commands, global options, error output and logging."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ _EXTRA_OF = {
     "obstore": "s3",
     "redis": "redis",
 }
-"""Extra that installs each module."""
+"""Maps a module to the extra that installs it."""
 _DEQUANTIZING = "blockattn_rag.model.gguf"
 """Logger that reports the dequantization of a GGUF file."""
 
 
 class _OneLineErrors(TyperGroup):
-    """Prints an error as one line, with exit status 1. ``--debug`` shows the traceback."""
+    """Command group that prints an error as one line, or as a traceback with ``--debug``."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Accept some options after a command, and reject NUL, which file names cannot contain."""
@@ -119,7 +119,7 @@ def options(
     verbose: Annotated[
         bool,
         typer.Option(
-            "--verbose", "-v", help="Log loading, retrieval and reuse. Also after a command."
+            "--verbose", "-v", help="Log loading, retrieval and reuse. Also valid after a command."
         ),
     ] = False,
     debug: Annotated[
@@ -127,7 +127,7 @@ def options(
     ] = False,
     as_json: Annotated[  # noqa: ARG001 - see _OneLineErrors.invoke
         bool,
-        typer.Option("--json", help="Print the result as a JSON object. Also after a command."),
+        typer.Option("--json", help="Print the result as JSON. Also valid after a command."),
     ] = False,
     version: Annotated[  # noqa: ARG001 - handled by its callback
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show version.")
@@ -138,9 +138,9 @@ def options(
     if not sys.stderr.isatty():  # No progress bars in log files.
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
         os.environ.setdefault("TQDM_DISABLE", "1")
-    if not debug:  # The error line at the end is sufficient.
+    if not debug:  # Hide library warnings: the error line is sufficient.
         os.environ.setdefault("HF_HUB_VERBOSITY", "error")
-        # Some packages configure logging on import, which would log every request and model.
+        # If a package configures logging on import, these would log each request or model load.
         for package in ("httpx", "sentence_transformers"):
             logging.getLogger(package).setLevel(logging.WARNING)
     logger = logging.getLogger("blockattn_rag")

@@ -1,4 +1,4 @@
-"""``blockattn-rag ask``: one question, questions from a pipe, or a conversation."""
+"""``blockattn-rag ask``: answer a question, questions from a pipe, or a conversation."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def _object(text: str | bytes | None, option: str, example: str) -> dict[str, An
 
 
 def talk(assistant: Assistant, *, mode: Mode) -> None:
-    with contextlib.suppress(ImportError):  # Makes the input editable. Not available on Windows.
+    with contextlib.suppress(ImportError):  # readline makes input editable. Windows lacks it.
         import readline  # noqa: F401
     turns: list[Turn] = []
     last: AssistantAnswer | None = None
@@ -223,11 +223,11 @@ def show_answer(
 
 
 def _ending(answer: AssistantAnswer) -> str:
-    """Return why an answer is incomplete. Empty for complete answers."""
+    """Return a remark on why an answer is incomplete. Empty for a complete answer."""
     if answer.finish_reason == "stop":
         return ""
     if answer.finish_reason == "repetition":
-        return " ... [stopped: the answer repeats itself; try fewer passages, such as --top-k 2]"
+        return " ... [stopped: the answer repeats itself; try fewer passages (--top-k 2)]"
     if answer.finish_reason != "length":
         return f" ... [stopped: {answer.finish_reason}]"
     tokens = count(answer.stats.generated_tokens, "token")
@@ -273,8 +273,8 @@ def reuse_figures(answer: AssistantAnswer) -> str:
 def show_comparison(assistant: Assistant, question: str) -> Compared:
     """Answer in block and full mode, and print both answers and a table of their timings.
 
-    Block mode runs first, so that full mode cannot warm it up: it reads the passages from the
-    store, as in a new process. Full mode reuses neither the store nor earlier answers.
+    Block mode runs first, so that it reads the passages from the store, as in a new process. Full
+    mode reuses neither the store nor earlier answers.
     """
     answers = []
     for mode in get_args(Mode):

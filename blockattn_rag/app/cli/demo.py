@@ -1,8 +1,8 @@
 """``blockattn-rag demo``: answer questions about a small collection in both modes, offline.
 
-The collection consists of the 40 articles in ``app.demo.facts``. The bundled model, which is used
-if SmolLM2 is not installed, cannot answer questions about them. Its collection is the encyclopedia
-that it was trained on.
+The collection consists of the 40 articles in ``app.demo.facts``. If SmolLM2 is not installed, the
+demo uses the bundled model, which cannot answer questions about these articles. Its collection is
+the encyclopedia in ``app.demo.corpus``.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _MODES: tuple[Mode, ...] = get_args(Mode)
 
 @dataclass(frozen=True, slots=True)
 class Collection:
-    """Passages, and questions about them."""
+    """Passages of the demo, and questions about them."""
 
     name: str
     passages: tuple[Passage, ...]
@@ -107,8 +107,8 @@ def demo(
     db: Annotated[
         Path | None,
         typer.Option(
-            help="Database folder. With --web, any database. Default: ~/.cache/blockattn_rag/demo, "
-            "or $BLOCKATTN_RAG_HOME/demo."
+            help="Folder of the demo's database or, with --web, of any existing database. Default: "
+            "~/.cache/blockattn_rag/demo, or $BLOCKATTN_RAG_HOME/demo."
         ),
     ] = None,
     model: Annotated[
@@ -195,7 +195,7 @@ def _web(db: Path | None, model: str | None, store: str | None) -> None:
     race = web.Race(database)
     with waiting("warming up both modes"):
         race.assistant.warm_up()
-    web.serve_page(race, examples, on_ready=lambda url: note(f"{url}  (Ctrl-C stops it)"))
+    web.serve_page(race, examples, on_ready=lambda url: note(f"{url}  (Ctrl-C stops the server)"))
 
 
 def _open(
@@ -231,7 +231,7 @@ def _ingest(database: Database, collection: Collection) -> IngestReport:
 
 
 def _rows(assistant: Assistant, questions: Sequence[facts.FactQuestion]) -> list[dict[str, Any]]:
-    """Answer questions in both modes, and show each answer. Returns them for the report."""
+    """Answer questions in both modes, and print each answer. Returns one row per question."""
     rows: list[dict[str, Any]] = []
     begun = time.perf_counter()
     for number, question in enumerate(questions, 1):
@@ -257,7 +257,7 @@ def _rows(assistant: Assistant, questions: Sequence[facts.FactQuestion]) -> list
 
 
 def row_of(question: facts.FactQuestion, answers: Mapping[Mode, AssistantAnswer]) -> dict[str, Any]:
-    """Return a question of the report: reuse in block mode, and the answers in both modes."""
+    """Return a row of the report: a question, its reuse in block mode, and both answers."""
     block = answers["block"]
     return {
         "question": question.question,
@@ -287,7 +287,7 @@ def _line(markup: str) -> None:
 
 
 def _text(text: str) -> str:
-    """Escape untrusted text in a line with markup."""
+    """Escape control characters and rich markup in untrusted text."""
     return escape(plain(text))
 
 

@@ -106,7 +106,7 @@ def evaluate(
         others |= {"--closed-book": closed_book, "--recipes": recipes != "auto"}
         others |= {"--kv-dtype": kv_dtype != "model", "--dtype": dtype != "auto"}
         if unused := [name for name, value in others.items() if value]:
-            raise typer.BadParameter(f"Found --db and {', '.join(unused)}: pass only --questions")
+            raise typer.BadParameter(f"--db cannot be combined with {', '.join(unused)}")
         show_database(db, questions, model, max_new_tokens)
         return
     if model is None:
@@ -125,7 +125,7 @@ def evaluate(
     for name in names:
         check_recipe(name)
     with waiting(f"loading {model}"):
-        # Without resident blocks, no recipe reuses another recipe's blocks.
+        # Without resident blocks, no recipe benefits from another recipe's cached blocks.
         engine: BlockAttentionEngine = BlockAttentionEngine.from_pretrained(
             model, dtype=dtype, kv_dtype=kv_dtype, recipe="none", resident_bytes=0
         )
@@ -150,7 +150,7 @@ def evaluate(
     emit(report.to_dict(), accuracy_table(title, report.results), *_LEGEND)
     if rows := ", ".join(f"{r.cut_off} in {r.mode}" for r in report.results if r.cut_off):
         note(
-            f"cut off: {sum(r.cut_off for r in report.results)} of "
+            f"Cut off: {sum(r.cut_off for r in report.results)} of "
             f"{count(len(report.records), 'answer')} ({rows}), after "
             f"{count(max_new_tokens, 'token')} (--max-new-tokens) or at the end of the context "
             "window"
@@ -208,7 +208,7 @@ def show_database(db: Path, questions: Path, model: str | None, max_new_tokens: 
             Asked(str(number), one.text, prompt(one.text, one.passages), one.answers)
             for number, one in enumerate(read_questions(questions, retriever(database), TOP_K))
         ]
-    with stage_progress("Comparing") as tick:
+    with stage_progress("comparing") as tick:
         report = evaluate_collection(
             database.engine, asked, max_new_tokens=max_new_tokens, on_progress=tick
         )

@@ -79,7 +79,7 @@ def ingest(
     embedding: Annotated[
         str | None,
         typer.Option(
-            help=f"[bold]{HASHING}[/bold] (words, offline), [bold]{MINILM}[/bold], or another "
+            help=f"[bold]{HASHING}[/bold] (offline, no weights), [bold]{MINILM}[/bold], or another "
             f"sentence-transformers model. Default: the database's, or {HASHING}."
         ),
     ] = None,
@@ -88,7 +88,7 @@ def ingest(
         str | None,
         typer.Option(
             help="Namespace in the store, such as a tenant's name. Blocks in a namespace are "
-            "invisible to others. Default: the database's, or the unnamed one.",
+            "invisible to others. Default: the database's, or the unnamed namespace.",
             callback=_known_namespace,
         ),
     ] = None,
@@ -117,8 +117,8 @@ def ingest(
 ) -> None:
     """Read files, encode their passages, and make them searchable.
 
-    Run it again when files have changed or after an interruption. Stored passages are skipped. The
-    exit status is 3 if files or folders could not be opened; all others are ingested.
+    Run the command again after an interruption, or when files have changed. Stored passages are
+    skipped. The exit status is 3 if files or folders could not be opened; all others are ingested.
     """
     settings = _manifest(
         db,
@@ -142,8 +142,8 @@ def ingest(
         note(f"Skipped: {file}: {reason}")
     if loaded.links:
         note(
-            f"Skipped: {count(len(loaded.links), 'link')} out of their folder, such as "
-            f"{loaded.links[0]}; to read a link's target, pass it as PATH"
+            f"Skipped: {count(len(loaded.links), 'link')} pointing outside the folder, for example "
+            f"{loaded.links[0]}; to read the target, pass the link as PATH"
         )
     note(f"{count(len(loaded.documents), 'document')} read; splitting into passages ...")
     with waiting(f"loading {settings.model}"):
@@ -182,8 +182,8 @@ def ingest(
         f"{count(report.computed, 'block')} computed, {report.reused} reused: "
         f"{count(report.computed_tokens, 'token')} in {duration(report.encode_s)} "
         f"({report.tokens_per_s:.0f} tokens/s), {size(report.stored_bytes)} of keys and values "
-        "stored" + (f"; {count(shared, 'passage')} of equal text share them" if shared else ""),
-        f"done in {duration(report.total_s)} with {database.manifest.model}; recipe for block "
+        "stored" + (f"; shared with {count(shared, 'duplicate passage')}" if shared else ""),
+        f"Done in {duration(report.total_s)} with {database.manifest.model}; recipe for block "
         f"mode: {database.recipe}",
         f'Ask: blockattn-rag ask "..." --db {db}',
     )
@@ -198,9 +198,9 @@ def ingest(
 
 
 def _show_estimate(engine: BlockAttentionEngine, blocks: Sequence[Block]) -> None:
-    """Print the estimated work of encoding blocks, and check that they fit on the disk.
+    """Print the estimated size and time of encoding blocks, and check that they fit on the disk.
 
-    If the store is not a folder, all blocks count as new, because each lookup is a request.
+    If the store is not a folder, all blocks count as new, because each lookup would be a request.
     """
     from blockattn_rag.lab.planning import footprint, measured_operations_per_s, prefill_flops
     from blockattn_rag.store import DirectoryStore
@@ -294,7 +294,7 @@ def remove(
     sources = sorted({source for names in by_path.values() for source in names})
     ids = list(ids_of(collection, sources))
     delete_passages(collection, ids)
-    # Without --force, gc does not delete everything.
+    # If no passage is left, gc requires --force.
     force = "" if collection.count() else " --force"
     emit(
         {"db": db, "sources": sources, "removed": len(ids)},

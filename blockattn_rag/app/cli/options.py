@@ -54,7 +54,7 @@ def absolute_store(address: str | None) -> str | None:
 
 
 def lasting_store(address: str | None) -> str | None:
-    """Like ``absolute_store``, but rejects in-memory stores."""
+    """Validate a store option like ``absolute_store``, and reject in-memory stores."""
     from blockattn_rag.store.urls import lasts
 
     store = absolute_store(address)
@@ -80,7 +80,7 @@ def seconds_of(text: str, option: str) -> float:
 
 
 def open_maintained(store: str) -> kv_store.MaintainedStore:
-    """Open the store at an address, in a folder, or of a database."""
+    """Open a store, given its address, its folder, or the folder of a database."""
     from blockattn_rag.store.urls import folder_of, scheme_of
 
     scheme = scheme_of(store)
@@ -95,10 +95,10 @@ def open_maintained(store: str) -> kv_store.MaintainedStore:
         return kv_store.DirectoryStore(folder, create=False)
     if scheme in ("memory", "redis", "rediss"):
         raise ValueError(
-            f"A store at {scheme}: is a cache, which evicts entries on its own; pass the folder or "
+            f"Found a {scheme}: store, a cache that evicts entries on its own; pass the folder or "
             "address of the store behind it"
         )
     opened = kv_store.open_store(store)
     if not isinstance(opened, kv_store.MaintainedStore):
-        raise ValueError(f"{store} does not support maintenance")
+        raise ValueError(f"{store} does not support maintenance: pass a folder or a bucket")
     return opened

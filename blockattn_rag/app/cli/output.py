@@ -1,4 +1,4 @@
-"""Output of commands: results on stdout, everything else on stderr, with readable numbers."""
+"""Output of commands: results on stdout, notes and errors on stderr, and formatted numbers."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from rich.table import Table
 from rich.text import Text
 
 _NAME_WIDTH = 24
-"""Maximum width of the first column's cells, in characters, for which they are never folded."""
+"""Width in characters up to which the first column of a table is not folded."""
 
 
 def output_width() -> int | None:
-    """Width for files and pipes, where rich would assume 80 columns and split numbers."""
+    """Return the width for files and pipes, in columns. None: rich detects the width."""
     is_known = any(map(os.isatty, range(3))) or os.environ.get("COLUMNS", "").isdigit()
     return None if is_known else 160
 
@@ -43,8 +43,7 @@ _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u20
 def plain(text: str) -> str:
     """Make text safe for a terminal by escaping control characters, such as ESC as ``\\x1b``.
 
-    Passages, answers and file names are untrusted. All output of this module is passed through this
-    function, except JSON, which has its own escapes.
+    All output of this module is escaped, except JSON, which has its own escapes.
     """
     return _UNPRINTABLE.sub(lambda match: ascii(match[0])[1:-1], text)
 

@@ -1,4 +1,4 @@
-"""``blockattn-rag plan``: disk, memory and times for a collection, from a model's config."""
+"""``blockattn-rag plan``: estimate storage, memory and times from a model's config."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from blockattn_rag.app.rag.names import existing_model
 
 GIB = 1 << 30
 _DEVICE_BYTES_PER_S = {"cpu": 10e9, "cuda": 2e12}
-"""Memory bandwidth of a typical machine and of a data-center GPU."""
+"""Memory bandwidth of a typical CPU and of a data-center GPU, in bytes per second."""
 
 
 def plan(
@@ -55,7 +55,7 @@ def plan(
     memory to a GPU, and 2 GB/s from disk.
     """
     if tflops is not None and tflops <= 0:
-        raise typer.BadParameter(f"Found {tflops:g}, expected above 0", param_hint="--tflops")
+        raise typer.BadParameter(f"Found {tflops:g}, expected more than 0", param_hint="--tflops")
     import psutil
     import torch
 

@@ -111,7 +111,7 @@ def stages() -> Iterator[Callable[[str, int, int], None]]:
 
 
 class _Lines:
-    """Prints progress as lines, for files and pipes."""
+    """Progress callback that prints lines, for files and pipes."""
 
     def __init__(self) -> None:
         self._stage, self._first, self._done = "", 0, 0

@@ -39,7 +39,7 @@ def repair(
     ] = None,
     passages: Annotated[
         Path | None,
-        typer.Option(help=f"Passages to fit to, without a database: {_LINE}"),
+        typer.Option(help=f"Passages to fit the recipe to, without a database: {_LINE}"),
     ] = None,
     questions: Annotated[
         Path | None,
@@ -52,8 +52,8 @@ def repair(
     output: Annotated[
         Path | None,
         typer.Option(
-            help="Folder for the recipe. Default: `recipe` in the database's or the model's "
-            "folder, or NAME-recipe here if the model is not a folder."
+            help="Folder for the recipe. Default: `recipe` in the folder of the database or of a "
+            "local model; otherwise, NAME-recipe in the current folder."
         ),
     ] = None,
     minutes: Annotated[
@@ -65,15 +65,15 @@ def repair(
             min=0,
             max=1,
             help="Fraction of full mode's answers that the recipe must keep: right answers if "
-            "there are enough, else tokens. The cheapest recipe that does is chosen.",
+            "there are enough, else tokens. The cheapest such recipe is chosen.",
         ),
     ] = 0.95,
 ) -> None:
     """Create a recipe that improves block-mode answers of a model without block fine-tuning.
 
     The recipe is fitted to the model's own full-mode answers, so no labels are needed. The cheapest
-    recipe that keeps enough of these answers is measured on held-out questions and written next to
-    the database, where `ask` finds it. Run the same command again to resume an interrupted run.
+    recipe that keeps enough of these answers is measured on held-out questions and written to the
+    database's folder, where `ask` finds it. Run the same command again after an interruption.
     """
     started = time.monotonic()
     from blockattn_rag.lab.repair.report import figures
@@ -185,7 +185,7 @@ def _of_files(
         questions=asked,
         in_use=recipe_in_use(loaded, open_store(None)),
     )
-    # Where `auto` finds the recipe of a model in a folder.
+    # `auto` searches a local model's folder for this subfolder.
     path = Path(model).expanduser()
     folder = path if path.is_dir() else path.parent
     beside = folder / RECIPE_FOLDER if path.exists() else Path(f"{path.name}-recipe")
@@ -217,7 +217,7 @@ def _lexical(passages: Sequence[Passage]) -> Callable[[str, int], list[Passage]]
 def _encode_passages(job: _Job, recipe: Recipe, until: float, report: Progress) -> tuple[int, int]:
     """Encode a database's passages with a recipe, up to a time limit. Returns (encoded, total).
 
-    Passages that are already stored with the recipe's sink and without an adapter are skipped.
+    Passages that are already stored with the recipe's sink and adapter are skipped.
     """
     from blockattn_rag.prompts.blocks import Block
 

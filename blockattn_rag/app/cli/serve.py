@@ -138,7 +138,7 @@ def serve(
 
 
 def _check(url: str, address: str) -> ServerInfo:
-    """Run the self-check, and return the server's info."""
+    """Check the server's answers, and return its info. Raises ServingError if a check fails."""
     from blockattn_rag.check.server import check_server
     from blockattn_rag.server import ServerClient
 
@@ -170,7 +170,7 @@ def _curl(url: str, info: ServerInfo) -> str:
 
 @contextlib.contextmanager
 def _ending_on_signals() -> Iterator[None]:
-    """Exit on Ctrl-C, with KeyboardInterrupt, and on SIGTERM, with status 0.
+    """Raise KeyboardInterrupt on Ctrl-C, and exit with status 0 on SIGTERM and SIGHUP.
 
     Without a handler, background commands of a shell ignore Ctrl-C, and a container's first process
     ignores SIGTERM. An ignored SIGHUP stays ignored, as ``nohup`` requires.

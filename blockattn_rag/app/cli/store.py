@@ -43,7 +43,7 @@ def gc(
     store: StoreArgument,
     db: Annotated[
         list[str] | None,
-        typer.Option(help=f"User of the store, whose passages are kept: {_USERS}. Repeatable."),
+        typer.Option(help=f"Database whose passages are kept: {_USERS}. Repeatable."),
     ] = None,
     grace: Annotated[
         str, typer.Option(help="Keep entries used within this time: 90s, 30m, 24h, 7d.")
@@ -66,7 +66,7 @@ def gc(
         bool, typer.Option("--dry-run", help="Report without deleting anything.")
     ] = False,
     force: Annotated[
-        bool, typer.Option("--force", help="Delete all entries, even if no passage is in use.")
+        bool, typer.Option("--force", help="Allow deleting all entries if no passage is in use.")
     ] = False,
 ) -> None:
     """Delete entries that no passage refers to, or that are too old.
@@ -310,7 +310,7 @@ def shrink(
     if not isinstance(opened, kv_store.DirectoryStore):
         raise ValueError(
             f"Expected a folder, found {opened!r}: other stores do not record when an entry was "
-            "last used. Delete old entries with `blockattn-rag store gc --ttl 30d`"
+            "last used. Delete old entries with `blockattn-rag store gc STORE --ttl 30d`"
         )
     report = kv_store.shrink(opened, most)
     summary = (

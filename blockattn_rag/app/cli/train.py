@@ -40,7 +40,7 @@ def train(
     """Fine-tune a model to answer in both block mode and full mode.
 
     Each line of the data is a JSON object with "messages", with "prompt", "blocks" and "response",
-    or with "question", "passages" and "answer". The defaults are the paper's settings.
+    or with "question", "passages" and "answer". Defaults follow the Block-Attention paper.
     FinetuneConfig in Python has more settings. Run the same command again to resume an interrupted
     run from its last checkpoint. On several GPUs, run `accelerate launch -m blockattn_rag train
     ...`.

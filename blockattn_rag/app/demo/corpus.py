@@ -22,8 +22,8 @@ class CorpusQuestion:
     """Question whose answer is in the passages.
 
     Args:
-        kind: ``"one-passage"`` (one passage contains the value), ``"comparison"`` (of two entities)
-            or ``"order"`` (two passages describe the same entity, and the later one is correct).
+        kind: ``"one-passage"`` (one passage has the answer), ``"comparison"`` (of two entities)
+            or ``"order"`` (two passages describe one entity, and the later passage is correct).
         expected: Words that a correct answer must contain; see :func:`is_correct`.
         gold: Indices of the passages with the answer, in ``passages`` or, if that is empty, in
             :func:`bundled_corpus`.
@@ -56,15 +56,15 @@ def bundled_samples(
 ) -> tuple[CorpusQuestion, ...]:
     """Return questions with the passages of their prompts.
 
-    The bundled model was trained only on the split ``"train"``. With 5 passages, there are 60
-    ``"one-passage"`` and 60 ``"order"`` test questions. With 3 passages, there are 100 test and 160
-    training questions of the kind ``"one-passage"``.
+    The entities of the ``"test"`` split do not occur in the bundled model's training data. With 5
+    passages, there are 60 ``"one-passage"`` and 60 ``"order"`` test questions. With 3 passages,
+    there are 100 test and 160 training questions, all ``"one-passage"``.
     """
     return tuple(_question(record) for record in records(f"{split}-{kind}-{num_passages}"))
 
 
 def is_correct(question: CorpusQuestion, answer: str) -> bool:
-    """Whether the answer contains the expected words consecutively, ignoring case."""
+    """Whether an answer contains the expected words in sequence, ignoring case and punctuation."""
     return f" {_normalize(question.expected)} " in f" {_normalize(answer)} "
 
 

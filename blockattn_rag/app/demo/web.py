@@ -1,7 +1,7 @@
 """Web page that answers a question in full mode and block mode, side by side.
 
 Questions, passages and answers are untrusted, so this module escapes all displayed text. Only
-``serve`` requires gradio.
+``serve_page`` requires gradio.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Columns(NamedTuple):
 
 
 class Race:
-    """Answers questions in both modes, sequentially, so that neither slows the other down."""
+    """Comparison of both modes, which run one after the other so that neither slows the other."""
 
     def __init__(self, database: Database, top_k: int = 6) -> None:
         self._database, self._top_k = database, top_k
@@ -81,7 +81,7 @@ class Race:
             yield shown._replace(passages=f"<b>Error:</b> {escape(str(error))}")
 
     def _passages(self, question: str) -> str:
-        """Retrieve passages, and mark those that were stored before the question."""
+        """Return the retrieved passages as HTML, each marked as reused or computed."""
         engine, rows = self._database.engine, []
         for passage in retriever(self._database)(question, self._top_k):
             block = Block(passage.text, self._database.template)
@@ -99,7 +99,7 @@ class Race:
 
     def _stream(self, question: str, mode: Mode) -> Iterator[tuple[str, float, ReuseStats | None]]:
         """Yield the text so far, the seconds until the first token (or until now), and the
-        statistics. They are None until the answer is complete."""
+        statistics, which are None until the answer is complete."""
         pieces: SimpleQueue[str] = SimpleQueue()
         closed = Event()
 
@@ -189,8 +189,8 @@ async def _guarded(app: Any) -> AsyncIterator[None]:
     """Lifespan of a server that rejects unknown host names and non-JSON bodies.
 
     Malicious websites could point their own name to the server's address (DNS rebinding) to read
-    its answers, or send forms that fill the disk with uploads. The checks are outside of the app,
-    because gradio's middleware adds headers to errors.
+    its answers, or send forms that fill the disk with uploads. The checks run before gradio's
+    middleware, which would otherwise add headers to error responses.
     """
     from starlette.datastructures import Headers
     from starlette.middleware.trustedhost import TrustedHostMiddleware

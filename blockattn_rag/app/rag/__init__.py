@@ -1,1 +1,1 @@
-"""Pipeline behind the command line: LlamaIndex and Chroma with block attention."""
+"""RAG pipeline of the command line, built on LlamaIndex and Chroma."""

@@ -69,7 +69,7 @@ class AssistantAnswer:
     includes_warm_up: bool = False
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all fields and statistics, except for the times of single steps."""
+        """Return all fields and statistics, except the durations of individual steps."""
         fields = asdict(self)
         stats: dict[str, Any] = fields.pop("stats")
         for step in ("fetch_s", "assemble_s", "prefill_s"):
@@ -82,9 +82,11 @@ _Outcome: TypeAlias = "tuple[Sequence[NodeWithScore], str, ReuseStats]"
 
 
 class Assistant:
-    """Answers questions from a database.
+    """RAG assistant that answers questions from a database.
 
     Args:
+        top_k: Number of passages to retrieve.
+        max_new_tokens: Maximum length of an answer in tokens.
         chat_template_kwargs: Variables of the model's chat template, such as ``enable_thinking``.
         schema: JSON schema that answers must match. It is included in the prompt.
     """
@@ -218,7 +220,7 @@ class Assistant:
     def warm_up(self) -> None:
         """Run retrieval and the model in both modes, so that later times are comparable.
 
-        No passage is read or stored.
+        Does not read or store keys and values of passages.
         """
         self._retriever.retrieve("warm-up")
         if (server := self._database.server) is not None:
@@ -275,7 +277,7 @@ class Assistant:
 def with_history(
     question: str, turns: Sequence[Turn], *, count: Callable[[str], int], max_tokens: int
 ) -> str:
-    """Format a question after its earlier turns, dropping the oldest beyond ``max_tokens``.
+    """Format a question after earlier turns, omitting the oldest beyond ``max_tokens``.
 
     The turns come after the passages, so the passages remain reusable blocks.
     """

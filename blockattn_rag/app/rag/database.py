@@ -60,7 +60,7 @@ class Manifest:
         stock: Settings that ``"auto"`` uses for a stock model without a recipe. They are fixed by
             the first ingestion, because the stored keys and values depend on them.
         store: Address or absolute path of the store. None: the folder ``kv`` of the database.
-        servers: Addresses of the servers with the model and the store. Empty: this process.
+        servers: Addresses of servers with the model and the store. Empty: use this process.
     """
 
     model: str
@@ -80,7 +80,7 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> Manifest | None:
-        """Read a folder's manifest. None if it has none."""
+        """Read a folder's manifest. Returns None if absent, and raises DatabaseError if invalid."""
         path = folder / MANIFEST
         if not path.is_file():
             return None
@@ -88,8 +88,7 @@ class Manifest:
             fields = json.loads(path.read_text(encoding="utf-8"))
             if (version := fields.get("version")) != MANIFEST_VERSION:
                 raise DatabaseError(
-                    f"{path} has version {version}, expected {MANIFEST_VERSION}: delete it, or use "
-                    "a new one"
+                    f"{path} has version {version}, expected {MANIFEST_VERSION}: use a new folder"
                 )
             check_namespace(fields.get("namespace", ""))
             if (kind := fields.get("kv_dtype", "model")) not in ("model", "int8"):
@@ -118,7 +117,7 @@ class Database:
 
     @classmethod
     def create(cls, path: Path, settings: Manifest, *, remembers: bool = True) -> Database:
-        """Open a folder for ingestion. Creates it if it does not exist."""
+        """Open a database folder for ingestion, creating it if needed."""
         old = Manifest.read(path)
         if Path(settings.model).exists():
             settings = replace(settings, model=str(Path(settings.model).resolve()))
@@ -154,7 +153,7 @@ class Database:
         recipe: str | None = None,
         remembers: bool = True,
     ) -> Database:
-        """Open a folder for questions.
+        """Open a database folder for questions.
 
         Any model can answer, because handles do not depend on the model. If the passages were
         encoded by another model, they are encoded again on first use, and stored.
@@ -175,9 +174,9 @@ class Database:
         database = cls(path, manifest, _load_model(path, settings, remembers), embedding)
         if database.fingerprint != manifest.fingerprint:
             logger.warning(
-                "%s was encoded by %s in another state (weights, dtype, tokenizer, model, or "
-                "version of this package): passages will be encoded again on first use. To encode "
-                "all of them now, run `blockattn-rag ingest`",
+                "%s was encoded by %s, but the model, its weights, dtype or tokenizer, or this "
+                "package has changed: passages will be encoded again on first use. To encode all "
+                "of them now, run `blockattn-rag ingest`",
                 path, manifest.model,
             )  # fmt: skip
         recipe_of = None if database.server else database.engine.recipe
@@ -205,7 +204,7 @@ class Database:
 
     @property
     def engine(self) -> BlockAttentionEngine:
-        """Engine. Raises DatabaseError if the model runs on a server."""
+        """Engine in this process. Raises DatabaseError if the model runs on a server."""
         if (server := self.server) is not None:
             raise DatabaseError(
                 f"{self.path} uses the server {server.url}, but this command requires a model in "

@@ -22,13 +22,13 @@ _HTML = (".html", ".htm", ".xhtml")
 
 @dataclass(slots=True)
 class Loaded:
-    """Loaded documents, and skipped files.
+    """Result of ``load_documents``.
 
     Args:
         skipped: Files without readable text, with reasons.
         inaccessible: Files and folders that could not be opened, with reasons: no permission,
             deleted, or on a damaged disk.
-        links: Symbolic links to targets outside of their folder.
+        links: Skipped symbolic links, whose targets are outside the folder.
     """
 
     documents: list[Document] = field(default_factory=list)
@@ -38,7 +38,7 @@ class Loaded:
 
 
 class UnreadableFileError(ValueError):
-    """Raised if a file has no readable text. The message does not contain the file's name."""
+    """Raised if a file has no readable text. ``load_documents`` adds the file's name."""
 
 
 def load_documents(
@@ -54,9 +54,14 @@ def load_documents(
     are always followed.
 
     Args:
-        paths: Files and folders. Files in ``paths`` must have readable text; files in folders
-            without readable text are skipped and reported. Files and folders that cannot be opened
-            are always skipped and reported.
+        paths: Files and folders. Files and folders that cannot be opened are skipped and reported.
+        exclude: Folder to ignore, for example the database.
+        on_progress: Called with the numbers of files read so far and in total.
+
+    Raises:
+        FileNotFoundError: A path does not exist.
+        UnreadableFileError: A file in ``paths`` has no readable text, or no document was read.
+            In a folder, files without readable text are skipped and reported.
     """
     loaded = Loaded()
     queue: list[tuple[Path, bool]] = []
@@ -84,7 +89,7 @@ def load_documents(
             loaded.skipped.append((file, str(error)))
         on_progress(done, len(queue))
     if not loaded.documents:
-        links = ((link, "a link out of the folder") for link in loaded.links)
+        links = ((link, "a link pointing outside the folder") for link in loaded.links)
         skipped = [*loaded.inaccessible, *loaded.skipped, *links]
         first = "".join(f"; {file}: {reason}" for file, reason in skipped[:1])
         raise UnreadableFileError(
@@ -99,7 +104,7 @@ def _reason(error: OSError) -> str:
 
 
 def _below(folder: Path, exclude: Path | None, loaded: Loaded) -> list[Path]:
-    """List a folder's visible files, sorted. Reports skipped links and inaccessible files."""
+    """List a folder's visible files, sorted. Adds skipped and inaccessible paths to ``loaded``."""
 
     def failed(error: OSError) -> None:
         loaded.inaccessible.append((Path(error.filename or folder), _reason(error)))
@@ -170,7 +175,7 @@ def _read(file: Path) -> list[Document]:
 
 
 def _cause(error: BaseException) -> BaseException:
-    """Cause of a reader's error. If the reader retried, the cause in the last attempt."""
+    """Return the cause of a reader's error or, if the reader retried, of its last attempt."""
     cause = error.__cause__ or error
     attempt = getattr(cause, "last_attempt", None)
     return (attempt.exception() if attempt else None) or cause

@@ -132,7 +132,7 @@ def synchronize(
     passages: Sequence[BaseNode],
     report: Callable[[str, int, int], None],
 ) -> tuple[int, int]:
-    """Synchronize Chroma, so that sources have exactly these passages. Returns (added, removed)."""
+    """Make Chroma contain exactly these passages for their sources. Returns (added, removed)."""
     from llama_index.vector_stores.chroma import ChromaVectorStore
 
     sources = sorted({str(node.metadata[SOURCE_KEY]) for node in passages})

@@ -1,4 +1,4 @@
-"""Early validation of model, recipe and embedding names."""
+"""Validation of model, recipe and embedding names, and loading of embeddings."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _INSTALL_MINILM = (
 
 
 def check_recipe(name: str | None) -> None:
-    """Check, before loading the model, that a recipe is ``"auto"``, valid settings or a folder."""
+    """Check a recipe before the model is loaded: ``"auto"``, valid settings, or a recipe folder."""
     from blockattn_rag.engine.find_recipe import AUTO, known_digests
 
     if name is not None and name != AUTO:
@@ -30,7 +30,7 @@ def check_recipe(name: str | None) -> None:
 
 
 def load_embedding(name: str) -> BaseEmbedding:
-    """Load ``hashing`` (offline, no weights), ``minilm`` or another sentence-transformers model."""
+    """Load an embedding: ``hashing`` (no weights), ``minilm``, or a sentence-transformers model."""
     import blockattn_rag.llama_index as adapter
 
     if name == HASHING:

@@ -76,7 +76,7 @@ def delete_passages(collection: Collection, ids: Sequence[str]) -> None:
 
 
 def text_of(passage: Passage) -> str:
-    """Return a passage's text in prompts. Retrieved passages have no separate title."""
+    """Return a passage as it appears in prompts: the title, if it has one, and the text."""
     return f"{passage.title}\n{passage.text}".strip()
 
 
@@ -94,7 +94,7 @@ def prompt_maker(database: Database) -> Callable[[str, Sequence[Passage]], Block
 
 
 def retriever(database: Database) -> Callable[[str, int], list[Passage]]:
-    """Return a function that retrieves canonical passages for a question, as ``ask`` does."""
+    """Return ``ask``'s retrieval as a function of a question and a number of passages."""
 
     def nearest(question: str, count: int) -> list[Passage]:
         hits = distinct_retriever(database, count).retrieve(question)

@@ -269,7 +269,7 @@ def test_int8_is_suggested_for_large_databases(
 
 def test_equal_texts_are_reported(ingest: Command, documents: Path) -> None:
     shutil.copy(documents / "tower.txt", documents / "copy.txt")
-    assert "stored; 1 passage of equal text share them" in ingest().stdout
+    assert "stored; shared with 1 duplicate passage" in ingest().stdout
 
 
 def test_a_database_without_passages_is_reported(cli: Command, database: Path) -> None:

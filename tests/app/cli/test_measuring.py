@@ -22,7 +22,7 @@ def test_eval_scores_recipes_and_resumes(cli: Command, model: Path, tmp_path: Pa
     report = cli(*command, "--json")
     assert [row["mode"] for row in report.json["rows"]] == ["full", "none"]
     assert report.json["rows"][1]["samples"] == 2
-    assert "cut off: 4 of 4 answers (2 in full, 2 in none)" in report.stderr
+    assert "Cut off: 4 of 4 answers (2 in full, 2 in none)" in report.stderr
     lines = records.read_text(encoding="utf-8").splitlines()
     assert len(lines) == 5
     assert [row["cut_off"] for row in report.json["rows"]] == [2, 2]

@@ -16,7 +16,7 @@ ASK = "ask How? --db {db}"
 EVAL = "eval --model no/model"
 PLAN = "plan --model 8b --tflops 1"
 TRAIN = "train --model bundled --data q.jsonl --output out"
-CACHE, FOLDER = "is a cache", "file:///no/such/folder"
+CACHE, FOLDER = "a cache that evicts entries", "file:///no/such/folder"
 
 
 @pytest.fixture
@@ -70,8 +70,8 @@ def folder(documents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         ("eval", 2, "Expected --model NAME, or --db FOLDER"),
         ("eval --db mydb", 2, "--db and --questions must be used together"),
         ("eval --questions q.jsonl", 2, "--db and --questions must be used together"),
-        ("eval --db mydb --questions q.jsonl --recipes fast", 2, "pass only --questions"),
-        ("eval --db d --questions q.jsonl --output o --dtype int8", 2, "--output, --dtype: pass"),
+        ("eval --db mydb --questions q.jsonl --recipes fast", 2, "combined with --recipes"),
+        ("eval --db d --questions q.jsonl --output o --dtype int8", 2, "with --output, --dtype"),
         ("ingest documents --db new", 2, "--model"),
         ("ingest documents --db new --model no/model", 1, "error: Cannot load no/model: "),
         ("ingest --db new --model bundled -- -v", 1, "No such file or folder: -v"),
@@ -94,7 +94,7 @@ def folder(documents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         (f"{ADD} --kv-dtype int4", 2, "'int4' is not one of"),
         (PLAN, 2, "Missing option '--passages'"),
         (f"{PLAN} --passages 0", 2, "greater than or equal to 1"),
-        (f"{PLAN} --passages 3 --tflops 0", 2, "Found 0, expected above 0"),
+        (f"{PLAN} --passages 3 --tflops 0", 2, "Found 0, expected more than 0"),
         (f"{PLAN} --passages 3 --kv-dtype int4", 2, "'int4' is not one of"),
         ("repair", 2, "Expected --db FOLDER, or --model NAME with --passages FILE"),
         ("repair --model {model}", 2, "Expected --db FOLDER, or --model NAME with --passages FILE"),

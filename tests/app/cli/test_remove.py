@@ -65,7 +65,7 @@ def test_a_file_replaced_by_a_link_to_the_outside_is_reported(
     replaced.rename(outside)
     replaced.symlink_to(outside)
     output = cli("ingest", documents, "--db", database)
-    assert f"Skipped: 1 link out of their folder, such as {replaced};" in output.stderr
+    assert f"Skipped: 1 link pointing outside the folder, for example {replaced};" in output.stderr
     assert f"{database} still has their passages: {replaced}" in output.stderr
 
 
