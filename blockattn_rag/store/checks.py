@@ -87,10 +87,10 @@ def is_finite(kv: BlockKV) -> bool:
 
 def check_finite(kv: BlockKV, place: object) -> None:
     if not is_finite(kv):
+        dtype = str((kv.scales or kv.keys[0]).dtype).removeprefix("torch.")
         raise StoreError(
             f"Cannot write {place}: keys or values of the block contain NaN or infinity. The model "
-            f"may overflow {str(kv.keys[0].dtype).removeprefix('torch.')}; load it with "
-            "dtype='float32' or 'bfloat16'"
+            f"may overflow {dtype}; load it with dtype='float32' or 'bfloat16'"
         )
 
 

@@ -289,7 +289,8 @@ def remove(
     known = all_sources(collection)
     by_path = {path: sources_at(path, known) for path in paths}
     if absent := [str(path) for path, names in by_path.items() if not names]:
-        listed = f"it has {known[0]} and {len(known) - 1} more" if known else "it is empty"
+        files = count(len(known), "file")
+        listed = f"it has {files}; the first is {known[0]}" if known else "it is empty"
         raise ValueError(f"{db} has no passages from {', '.join(absent)} ({listed})")
     sources = sorted({source for names in by_path.values() for source in names})
     ids = list(ids_of(collection, sources))
