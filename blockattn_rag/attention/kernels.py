@@ -70,7 +70,7 @@ def attend(
     kernel = attend_plain if cap is not None else kernel_for(query, key, value, mask)
     if kernel is not attend_plain:
         return kernel(query, key, value, scale, mask)
-    # The plain kernel keeps the scores of all query rows in memory.
+    # The plain kernel keeps all scores in memory, so limit the query rows of each call.
     rows = max(1, MOST_SCORES // max(1, len(query) * key.shape[1] * key.shape[2]))
     if query.shape[2] <= rows:
         return attend_plain(query, key, value, scale, mask, cap)
@@ -137,7 +137,7 @@ def attend_plain(
 
 def capped(scores: Tensor, cap: float) -> Tensor:
     """Soft-cap the scores: ``cap * tanh(score / cap)``. Overwrites ``scores``."""
-    # Not in place, because the gradient needs the hyperbolic tangents.
+    # Do not multiply in place, because the gradient of tanh needs its result.
     return scores.div_(cap).tanh_() * cap
 
 
@@ -166,8 +166,8 @@ def attend_flash(
 def attend_causal(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
     """Compute causal attention of the last tokens to all tokens with a flash kernel.
 
-    Queries and output are ``[B, H, tokens, D]`` (see ``takes_flash``), keys and values
-    ``[B, K, N, D]``. H is a multiple of K.
+    Queries and output are ``[B, H, tokens, D]``, keys and values ``[B, K, N, D]``. H is a multiple
+    of K. Requires ``takes_flash`` for the device, dtype and head size.
     """
     kernel = fastest_flash(query.device, query.dtype, query.shape[-1])
     return kernel(query, key, value, scale, query.shape[2] > 1)[0]

@@ -84,7 +84,7 @@ class BlockModel(ContextModel):
         pack_weights: bool = True,
         **kwargs: Any,
     ) -> BlockModel:
-        """Load a model by path, hub id or name, with the arguments of ``loading.load_model``.
+        """Load a model by path, hub id or short name. Arguments and errors: ``loading.load_model``.
 
         Also accepts a loaded model, which is used unchanged and requires ``tokenizer``.
         """
@@ -109,7 +109,7 @@ class BlockModel(ContextModel):
 
     @property
     def vocabulary_size(self) -> int:
-        """Size of the vocabulary, which token ids are smaller than."""
+        """Size of the vocabulary. Valid token ids are smaller."""
         return vocabulary_size(self.hf_model)
 
     @property
@@ -138,8 +138,8 @@ class BlockModel(ContextModel):
                 return identity()
 
     def check_unchanged(self) -> None:
-        """Raise ``UnsupportedModelError`` if a ``fingerprint.snapshot`` shows changes since
-        loading."""
+        """Raise ``UnsupportedModelError`` if config, weights or adapters have changed since
+        loading, as far as ``fingerprint.snapshot`` detects changes."""
         if snapshot(self.hf_model) != self._snapshot:
             raise UnsupportedModelError(
                 f"The weights, adapters or config of {self.name} have changed since it was loaded, "
@@ -148,9 +148,8 @@ class BlockModel(ContextModel):
 
     @property
     def batch_tokens(self) -> int:
-        """Default size of an encoding batch in tokens, including padding: large enough for
-        efficient matrix products (measured by ``benchmarks/efficiency.py`` on CPUs, estimated for
-        accelerators)."""
+        """Default size of an encoding batch in tokens, including padding. Large enough for
+        efficient matrix products (``benchmarks/efficiency.py``)."""
         return 2048 if self.device.type == "cpu" else 16384
 
     @property
@@ -251,7 +250,7 @@ class BlockModel(ContextModel):
         for ``decoding.stop_strings``, and end rows through ``on_tokens`` or ``is_cancelled``.
 
         Args:
-            prompts: Context and final ids of each prompt, of any length, each padded on the left.
+            prompts: Token ids of each prompt: of its context, and of its final block.
             sampling: Sampling options.
             cache: KV of the contexts, one per row. None: prefill all tokens.
             on_tokens: Callback after each step. Receives the newest token of every row (padding in
@@ -296,8 +295,8 @@ class BlockModel(ContextModel):
             )
 
     def batches_exactly(self, sampling: Sampling) -> bool:
-        """Whether batching prompts of different lengths leaves their answers unchanged. False with
-        sliding windows and states, which would include padding before the final block."""
+        """Whether batching prompts of different lengths leaves their answers unchanged. False for
+        sliding windows and states, which would include the padding before a final block."""
         is_alone = self.profile.has_windows or self.profile.has_states
         return not is_alone and decoding.batches_exactly(self.hf_model, sampling)
 

@@ -31,11 +31,11 @@ class ChosenAttention:
     """Attention of chosen tokens in a context to all earlier tokens and themselves.
 
     Attention is computed in chunks, so that memory does not grow with the number of tokens. Without
-    a window, all tokens of a chunk attend to every key before it, so only later keys need a mask.
+    a window, all tokens of a chunk attend to every key before the chunk, which needs no mask.
 
-    ``places`` are the indices of the ``chosen`` tokens, in order, as a tensor on the device.
-    ``windows``: Sliding window of each layer. ``has_causal_kernel``: Whether ``attend_causal`` may
-    be used.
+    ``chosen``: Sorted indices of the tokens in the context. ``places``: The same indices, as a
+    tensor on the device. ``windows``: Sliding window of each layer. ``has_causal_kernel``: Whether
+    ``attend_causal`` may be used.
     """
 
     takes_mask = False
@@ -103,10 +103,10 @@ class ChosenAttention:
     def _masked(
         self, start: int, first: int, inputs: AttentionInputs, window: int | None
     ) -> Tensor:
-        """Attention of the chunk at ``start`` to the keys from ``first`` to its last query's."""
+        """Attention of the chunk at ``start`` to the keys from ``first`` to the chunk's end."""
         query, key, value, scale, _, cap, sinks = inputs
         places = self._places[start : start + query.shape[2], None]
-        # Keys that all queries attend to need no mask.
+        # Keys before the chunk need no mask, because all queries attend to them.
         seen = self._chosen[start] - first if window is None else 0
         keys = self._keys[first + seen : first + key.shape[2]]
         visible = _visible(places, keys, window)

@@ -18,7 +18,7 @@ from blockattn_rag.files import locked, state_folder, write_json
 logger = logging.getLogger("blockattn_rag")
 
 _NAMES = ("model.safetensors", "pytorch_model.bin")
-"""Files that transformers loads, in order of preference. A sharded file has an index."""
+"""Files that transformers loads, in order of preference. If they are sharded, there is an index."""
 _DIGEST_DIGITS = 32
 _THREADS = 8
 _LOCK_TIMEOUT_S = 1800.0
@@ -35,7 +35,7 @@ class WeightFile:
 
     Args:
         path: Resolved path, so that hub snapshots with links to the same file share its digest.
-        ctime_ns: Time of the last change to content, name, mode or links. Ignored in comparisons.
+        ctime_ns: Time of the last change to content or metadata. Ignored in comparisons.
         inode: Inode number. A file that replaces another has a different one.
     """
 
@@ -55,8 +55,8 @@ class WeightFile:
         return cls(resolved, stat.st_size, *times, stat.st_ino, stat.st_dev)
 
     def digest(self) -> str:
-        """xxh3-128 of the file, computed once for each path and metadata, and cached in
-        ``state_folder()``. If several processes need it, one hashes the file while the others wait.
+        """Compute the xxh3-128 of the file, unless it is cached in ``state_folder()`` for the same
+        path and metadata. If several processes need it, one hashes the file while the others wait.
 
         Raises:
             ChangedFileError: The file has changed.
@@ -169,7 +169,7 @@ def _shards(index: Path) -> tuple[str, ...]:
         shards: dict[str, str] = json.loads(index.read_bytes())["weight_map"]
         return tuple(sorted({str(name) for name in shards.values()}))
     except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise ValueError(f"{index} is damaged: expected an object 'weight_map'") from error
+        raise ValueError(f"{index} is damaged: expected an object in 'weight_map'") from error
 
 
 def _kept(place: Path, key: dict[str, object]) -> str | None:
