@@ -169,7 +169,7 @@ class DeviceRelay:
         """See ``RelayPlan.attend``. Reads the tail from its buffer instead of from ``inputs``."""
         assert inputs.cap is None
         assert inputs.sinks is None
-        from blockattn_rag.attention.relay_kernel import attend_blocks  # needs Triton
+        from blockattn_rag.attention.relay_kernel import attend_blocks  # Requires Triton.
 
         layout = self._layouts[layer]
         output = attend_blocks(

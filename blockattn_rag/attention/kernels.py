@@ -124,7 +124,7 @@ def attend_plain(
     mask: Tensor | None = None,
     cap: float | None = None,
 ) -> Partial:
-    """Reference kernel in float32. The other kernels are tested against it."""
+    """Compute attention in float32, as a reference that other kernels are tested against."""
     scores = (query.float() @ key.float().mT).mul_(scale)
     if cap is not None:
         scores = capped(scores, cap)
@@ -144,7 +144,7 @@ def capped(scores: Tensor, cap: float) -> Tensor:
 def attend_fused(
     query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None = None
 ) -> Partial:
-    """PyTorch's flash kernel for the CPU. Requires ``N > 0``."""
+    """Run PyTorch's flash kernel for the CPU. Requires ``N > 0``."""
     # The kernel assumes that rows are contiguous.
     query, key, value = (s if s.stride(-1) == 1 else s.contiguous() for s in (query, key, value))
     bias = None if mask is None else _additive_mask(mask, query)
@@ -157,7 +157,7 @@ def attend_fused(
 def attend_flash(
     query: Tensor, key: Tensor, value: Tensor, scale: float, _: Tensor | None = None
 ) -> Partial:
-    """The fastest flash kernel for CUDA. Requires 16-bit dtypes, no mask and ``N > 0``."""
+    """Run the fastest flash kernel for CUDA. Requires 16-bit dtypes, no mask and ``N > 0``."""
     kernel = fastest_flash(query.device, query.dtype, query.shape[-1])
     output, lse = kernel(query, key, value, scale, False)
     return Partial(output.float(), lse)
@@ -176,7 +176,7 @@ def attend_causal(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Te
 def attend_memory_efficient(
     query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None = None
 ) -> Partial:
-    """PyTorch's memory-efficient kernel for CUDA. Requires ``N > 0``."""
+    """Run PyTorch's memory-efficient kernel for CUDA. Requires ``N > 0``."""
     query, key, value = map(aligned, (query, key, value))
     bias = None
     if mask is not None:  # The kernel does not broadcast masks.

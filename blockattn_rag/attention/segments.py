@@ -1,4 +1,4 @@
-"""Segments: the distinct blocks in a batch of contexts. Small blocks are joined into one segment.
+"""Segments: the distinct blocks in a batch of contexts. A segment may join several small blocks.
 
 A *pair* is one occurrence of a segment in a request. A request may contain a segment twice.
 

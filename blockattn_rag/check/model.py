@@ -1,4 +1,4 @@
-"""Checks that block mode is exact for a model by comparing it with the oracle."""
+"""Model check: compares a model's block mode with the oracle, and with full attention."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The oracle: a slow but obvious reference implementation of block mode.
+"""The oracle: a slow but simple reference implementation of block mode.
 
 The oracle runs one dense forward pass over all tokens of the prompt, with an explicit block mask.
 Nothing is stored, moved or merged. With an adapter, the final block attends to each passage's

@@ -15,14 +15,14 @@ from blockattn_rag.kv.quantization import KVScales, dequantize, quantize
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class BlockKV:
-    """Keys and values of one block, computed only from the block's tokens. Immutable.
+    """Keys and values of one block, which do not depend on other blocks. Immutable.
 
     Args:
         keys: Keys per layer, ``[num_kv_heads, num_tokens, head_dim]``, rotated to positions
             ``0..num_tokens-1``, in the model's dtype, or int8 if quantized.
         values: Values per layer. Shaped like the keys, except for the head size.
         token_ids: Token ids ``[num_tokens]``, int64, on the CPU. Compared on every cache hit.
-        fingerprint: Identity of the model, tokenizer and dtype that the block was computed with.
+        fingerprint: Fingerprint of the model that the block was computed with.
         digest: ``token_digest`` of the block.
         handle: ``Block.handle`` of each text with these tokens, joined by ``joined_handles``.
             ``store gc`` uses it to find a passage's entries.
@@ -172,7 +172,7 @@ def joined_handles(handles: Iterable[str]) -> str:
 
 
 def split_handles(handle: str) -> tuple[str, ...]:
-    """Split ``BlockKV.handle`` into handles. Empty if the block's texts are unknown."""
+    """Split a ``BlockKV.handle`` into handles. Empty if the block's texts are unknown."""
     return tuple(handle.split(",")) if handle else ()
 
 

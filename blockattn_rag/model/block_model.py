@@ -34,8 +34,8 @@ from blockattn_rag.prompts.tokenization import BlockTokenizer
 class BlockModel(ContextModel):
     """Causal language model from transformers that encodes blocks and generates answers from them.
 
-    All ``BlockModel`` objects with the same ``hf_model`` share a lock, so that one method runs at a
-    time. To keep other threads out between several calls, hold ``lock``.
+    All ``BlockModel`` objects with the same ``hf_model`` share a lock, so only one of their methods
+    runs at a time. To keep other threads out between several calls, hold ``lock``.
 
     Config, weights and active adapters must not change after construction; ``check_unchanged``
     detects changes. Patched models (hooks, replaced ``forward`` methods) are not supported.
@@ -84,7 +84,7 @@ class BlockModel(ContextModel):
         pack_weights: bool = True,
         **kwargs: Any,
     ) -> BlockModel:
-        """Load a model by path, hub id or short name. Arguments and errors: ``loading.load_model``.
+        """Load a model by path, hub id or short name, as ``loading.load_model`` does.
 
         Also accepts a loaded model, which is used unchanged and requires ``tokenizer``.
         """
@@ -123,7 +123,7 @@ class BlockModel(ContextModel):
 
     @cached_property
     def fingerprint(self) -> str:
-        """Identity of weights, config, dtype, tokenizer and active adapters: 64 hex digits.
+        """Hash of weights, config, dtype, tokenizer and active adapters, 64 hex digits.
 
         The first access reads all weights or weight files, unless their digests are cached.
         """
@@ -192,7 +192,7 @@ class BlockModel(ContextModel):
         return AnswerRules(self.tokenizer.tokenizer, self.end_token_ids, self.name)
 
     def loop_guard(self, sampling: Sampling) -> LoopGuard | None:
-        """Loop guard for one answer; None if these options disable it."""
+        """Create a loop guard for one answer. Returns None unless decoding is greedy."""
         is_on = decoding.takes_likeliest(self.hf_model, sampling)
         return self.rules.loop_guard(sampling.grammar) if is_on else None
 
@@ -244,13 +244,13 @@ class BlockModel(ContextModel):
         grammars: Sequence[Grammar | None] | None = None,
         on_failure: Callable[[int, GrammarError], object] | None = None,
     ) -> list[list[int]]:
-        """Generate answers to a batch of prompts with transformers' ``generate``.
+        """Generate answers to prompts with transformers' ``generate``. Returns their token ids.
 
         Stop strings are only handled in beam search. Otherwise, the caller must search the answers
         for ``decoding.stop_strings``, and end rows through ``on_tokens`` or ``is_cancelled``.
 
         Args:
-            prompts: Token ids of each prompt: of its context, and of its final block.
+            prompts: Token ids of each prompt's context, and of its final block.
             sampling: Sampling options.
             cache: KV of the contexts, one per row. None: prefill all tokens.
             on_tokens: Callback after each step. Receives the newest token of every row (padding in
@@ -262,6 +262,7 @@ class BlockModel(ContextModel):
                 error. ``on_tokens`` must then end the row. Default: the error ends the batch.
 
         Raises:
+            ContextOverflowError: a prompt leaves no room for an answer.
             ValueError: the model has sliding windows, and final blocks of different lengths follow
                 a cache: windows would include the padding before shorter blocks.
         """

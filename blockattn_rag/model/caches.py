@@ -274,7 +274,7 @@ def _leave(*_: Any) -> None:
 
 
 def running_cache() -> ContextCache | None:
-    """The cache of the innermost running forward pass in this thread."""
+    """Return the ``ContextCache`` of the innermost running forward pass in this thread, if any."""
     caches = _caches.get()
     return caches[-1] if caches else None
 

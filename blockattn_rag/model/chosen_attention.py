@@ -123,8 +123,9 @@ class MeasuredAttention(ChosenAttention):
     """Attention of the tokens after a context, which also sums the weight that each context token
     receives.
 
-    The weights are computed in float32, because they decide which tokens are chosen. ``layers``:
-    Indices of the layers to measure.
+    The weights are computed in float32, because they decide which tokens are chosen.
+
+    ``before``, ``after``: Number of tokens in the context, and after it. ``layers``: Layer indices.
     """
 
     def __init__(
@@ -169,6 +170,6 @@ class MeasuredAttention(ChosenAttention):
 
 
 def _visible(places: Tensor, keys: Tensor, window: int | None) -> Tensor:
-    """Whether tokens at ``places`` ``[tokens, 1]`` attend to the keys at ``keys`` ``[keys]``."""
+    """Mask ``[tokens, keys]``: True if a token at ``places`` ``[tokens, 1]`` attends to a key."""
     visible = places >= keys
     return visible if window is None else visible & (places - keys < window)

@@ -50,7 +50,7 @@ class ContextModel(TunedModel):
 
     @cached_property
     def _is_plain(self) -> bool:
-        """Whether all attention is full, without soft caps or sinks. Requires exact relay."""
+        """Whether all attention is full, without soft caps or sinks. Relay must be exact."""
         with self.lock:
             return relay_attention.is_plain(self.hf_model, self.profile)
 
@@ -64,7 +64,7 @@ class ContextModel(TunedModel):
 
     @cached_property
     def graph_runner(self) -> GraphRunner | None:
-        """Runner for single requests on a GPU. None if a test shows that it is not exact."""
+        """Runner for single requests on a GPU. None if it is not supported or not exact."""
         if self.device.type != "cuda" or not self.supports_relay:
             return None
         with self.lock:

@@ -172,7 +172,7 @@ def save_correction(correction: Correction, path: Path) -> None:
 
 
 def correction_bytes(correction: Correction) -> bytes:
-    """Contents of a correction's file.
+    """Serialize a correction to the contents of its file.
 
     Raises:
         ValueError: a number is not finite, or a shape is wrong.

@@ -86,7 +86,7 @@ def generate(
     matchers: Sequence[Matching | None] = (),
     on_failure: Callable[[int, GrammarError], object] | None = None,
 ) -> list[list[int]]:
-    """Generate answers to a batch of (context ids, final ids), both padded on the left.
+    """Generate answers to a batch of prompts, and pad context and final ids on the left.
 
     The arguments are those of ``BlockModel.generate_batch``. Padding does not affect positions.
     Raises ``ValueError`` for speculative decoding with a cache, or a grammar without an end token.
@@ -186,7 +186,7 @@ def greedy_answers(
 
 
 def _left_padded(rows: Sequence[Sequence[int]], pad: int) -> tuple[Tensor, Tensor]:
-    """Token ids ``[rows, width]``, and the attention mask: 1 for tokens, 0 for padding."""
+    """Pad on the left. Returns ids ``[rows, width]``, and a mask: 1 for tokens, 0 for padding."""
     ids = [torch.tensor(row, dtype=torch.long) for row in rows]
     pad_left = partial(pad_sequence, batch_first=True, padding_side="left")
     return pad_left(ids, padding_value=pad), pad_left([torch.ones_like(row) for row in ids])

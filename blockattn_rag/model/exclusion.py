@@ -90,7 +90,7 @@ def turn_to_draw(lock: ModelLock, *, alone: bool) -> Iterator[None]:
 
 
 class _Draws:
-    """Lock that admits one thread exclusively, or any number of threads together.
+    """Readers-writer lock, which admits one thread exclusively, or any number of threads together.
 
     Reentrant: a thread that holds the lock may acquire it again in the same mode.
     """

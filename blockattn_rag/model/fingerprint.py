@@ -1,4 +1,4 @@
-"""Model fingerprints: weights, config, dtype, active adapters and tokenizer.
+"""Model fingerprints: hashes of weights, config, dtype, active adapters and tokenizer.
 
 Unchanged weights are identified by the bytes of the files that they were loaded from. A server that
 does not load the model with transformers therefore computes the same fingerprint. All other weights

@@ -115,7 +115,7 @@ def _write_model(file: Path, folder: Path) -> None:
     if _has_own_reader(architecture):
         _plain_model(file).save_pretrained(folder)
         return
-    with torch.device("meta"):  # allocates no memory
+    with torch.device("meta"):  # Meta tensors take no memory.
         skeleton = AutoModelForCausalLM.from_config(config)
     processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(
         config=load_gguf_checkpoint(str(file))["config"]
@@ -170,7 +170,7 @@ def _plain_model(file: Path) -> Any:
     config = copy.deepcopy(loaded.config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
-    with torch.device("meta"):  # allocates no memory
+    with torch.device("meta"):  # Meta tensors take no memory.
         plain = AutoModelForCausalLM.from_config(config)
     plain.load_state_dict(loaded.state_dict(), assign=True)
     plain.generation_config = loaded.generation_config

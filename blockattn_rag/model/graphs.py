@@ -198,7 +198,7 @@ class _SlotLayer(DynamicLayer):
 
 
 class GraphCache(ContextCache):
-    """Cache of one request for a ``GraphRunner``. Its tail begins with the first forward pass."""
+    """Cache of one request for a ``GraphRunner``. Its tail is empty at first."""
 
     def __init__(self, context: Context, runner: GraphRunner) -> None:
         super().__init__()
@@ -244,7 +244,7 @@ class GraphCache(ContextCache):
 
 
 def _is_plain(kwargs: dict[str, Any], tokens: int) -> bool:
-    """Whether a forward pass needs only the last token's logits, and has no other arguments."""
+    """Whether a forward pass has only ``_ARGUMENTS``, and needs only the last token's logits."""
     others = (value for name, value in kwargs.items() if name not in _ARGUMENTS)
     # Compare by identity, because a tensor of several elements has no truth value.
     asks_more = any(value is not None and value is not False for value in others)

@@ -1,7 +1,7 @@
 """Layer kinds, which describe the tensors that each layer of a model caches.
 
-Kinds are measured when a model is loaded: from its cache after a short forward pass, and from the
-cached values that change at other positions. Model names are not used.
+Kinds are measured when a model is loaded: from the caches and the attention inputs of its layers
+in a short forward pass. Model names are not used.
 """
 
 from __future__ import annotations
@@ -106,7 +106,8 @@ class SeenAttention(NamedTuple):
 
     Args:
         keys, values: Keys and values. Layers that share keys have the same tensor.
-        sees: Whether a query sees a key, given their positions. None: the mask is unknown.
+        sees: Function that returns whether a query position attends to a key position. None: the
+            mask is unknown.
         settings: Names of the score settings that the model passes: ``"softcap"``, and ``"s_aux"``
             for attention sinks.
     """

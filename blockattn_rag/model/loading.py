@@ -154,7 +154,7 @@ def load_model(
         FileNotFoundError: see ``resolve_name``.
         OSError: the hub cannot be reached, or does not provide the model.
         ImportError, UnsupportedModelError: see ``quantized.check_quantization``.
-        ValueError: the weights, or those of an adapter's base, are quantized already.
+        ValueError: ``dtype`` would quantize weights again, or an adapter's base is quantized.
     """
     name = resolve_name(model)
     target = _target(device, kwargs.get("device_map"))
@@ -180,7 +180,7 @@ def load_model(
 
 
 def _target(device: str, device_map: Any) -> str:
-    """Device that weights are loaded to, or the device map as text if it has several devices."""
+    """Device that weights are loaded to, or the device map as text."""
     if device_map is None:
         return default_device() if device == "auto" else str(device)
     only_cpu = device_map == {"": "cpu"} or not torch.accelerator.is_available()

@@ -67,7 +67,7 @@ def _alone(loaded: PreTrainedModel, kind: type[PreTrainedModel]) -> PreTrainedMo
     """Create a model of class ``kind`` with the decoder and the output layer of ``loaded``."""
     source: Any = loaded
     decoder = source.get_decoder()
-    with torch.device("meta"):  # allocates no memory
+    with torch.device("meta"):  # Meta tensors take no memory.
         alone: Any = kind(decoder.config)
     setattr(alone, alone.base_model_prefix, decoder)
     alone.set_output_embeddings(source.get_output_embeddings())

@@ -45,7 +45,7 @@ class _PackedForward:
         linear: Any = self._linear()
         weight, rows = linear.weight, input.numel() // input.shape[-1]
         if torch.is_grad_enabled() or not _is_plain(weight):
-            # The layer is being trained or was moved. Writes by an optimizer are not detected.
+            # Drop the copy if the layer is trained or moved: optimizer steps are not detected.
             self._packed = None
         elif rows in _PACKED_ROWS and _takes(input) and _is_available():
             return self.product(input)

@@ -31,7 +31,7 @@ from blockattn_rag.model.kinds import (
 # Rounding errors are far smaller, and wrong computations have errors near 1. Tolerances for 16-bit
 # types are wide, because cosine and sine are also rounded, and errors accumulate over layers.
 LOGITS = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 3e-2, torch.bfloat16: 0.15}
-"""Tolerances for logits of block mode and of the oracle, and of the relay and the copy path."""
+"""Tolerances for comparing logits: block mode with the oracle, and the relay with the copy path."""
 LOGITS_OF_OTHER_DTYPES = max(LOGITS.values())
 # Tolerances for keys and values are wider, because the rounding of angles depends on the position.
 _STATES = LOGITS | {torch.float64: 1e-3, torch.float32: 1e-3}
@@ -203,9 +203,9 @@ def _refuse_foresight(
 def _refuse_other_positions(hf_model: PreTrainedModel, kinds: Sequence[LayerKind]) -> None:
     """Reject a model without rotary positions, unless it has no positions at all.
 
-    In a model without positions, the order of cached tokens has no effect, and equal tokens have
-    equal keys. The first check detects distance biases (ALiBi). The second check detects positions
-    that are added to embeddings or affect a state.
+    In a model without positions, equal tokens have equal keys, and the order of cached tokens has
+    no effect. The first check detects positions that are added to embeddings. It does not apply to
+    hybrid models, whose states change keys. The second check detects distance biases (ALiBi).
     """
     if not any(kind.has_state for kind in kinds):
         cache = probe_cache(hf_model, repeated=True)

@@ -154,7 +154,7 @@ def small_heap() -> Iterator[None]:
 
 
 def allow_all_shapes(hf_model: nn.Module) -> None:
-    """Disable a kernel of bitsandbytes for layers whose shape it does not support."""
+    """Disable bitsandbytes' CPU kernel in layers whose shapes the kernel does not support."""
     for module in hf_model.modules():
         if hasattr(module, _CPU_KERNEL):
             layer: Any = module

@@ -80,7 +80,7 @@ class CausalAttention:
 
     def attend(self, _: int, inputs: AttentionInputs) -> Tensor:
         """See ``RelayPlan.attend``. ``inputs`` contain the keys and values of context and tail."""
-        assert inputs.cap is None  # see `is_plain`
+        assert inputs.cap is None  # Checked by `is_plain`.
         assert inputs.sinks is None
         return attend_causal(inputs.query, inputs.key, inputs.value, inputs.scale)
 
@@ -131,7 +131,7 @@ def _mask_function(original: str) -> Any:
 
 
 def tail_mask(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
-    """Convert a mask over the tail to bool, True for visible tokens. None stands for causal."""
+    """Convert transformers' mask over the tail (None: causal) to bool (None: all are visible)."""
     if mask is not None:
         return mask if mask.dtype == torch.bool else mask >= 0
     rows, columns = query.shape[2], key.shape[2]
@@ -351,8 +351,8 @@ def _equals_copies(
     sizes: tuple[int, int, int] = (7, 7, 7),
     seed: int = 2,
 ) -> bool:
-    """Whether the caches give the same logits as the model's own attention over copied blocks, for
-    two random blocks and a final block of these sizes."""
+    """Whether caches from ``cache_for`` give the same logits as the model's own attention over
+    copied blocks, for two random blocks and a final block of these sizes."""
     generator = torch.Generator().manual_seed(seed)
     vocabulary = vocabulary_size(hf_model)
     *blocks, final = (torch.randint(vocabulary, (n,), generator=generator) for n in sizes)

@@ -36,7 +36,7 @@ class WeightFile:
     Args:
         path: Resolved path, so that hub snapshots with links to the same file share its digest.
         ctime_ns: Time of the last change to content or metadata. Ignored in comparisons.
-        inode: Inode number. A file that replaces another has a different one.
+        inode: Inode number, which changes if the file is replaced.
     """
 
     path: Path
@@ -48,7 +48,7 @@ class WeightFile:
 
     @classmethod
     def at(cls, path: Path) -> WeightFile:
-        """Take a snapshot of a file's current metadata. Raises ``OSError``."""
+        """Take a snapshot of a file's current metadata. Raises ``OSError`` if it cannot be read."""
         resolved = path.resolve()
         stat = resolved.stat()
         times = stat.st_mtime_ns, stat.st_ctime_ns
@@ -144,11 +144,7 @@ class WeightFiles:
             return False
 
     def digests(self) -> list[str]:
-        """``WeightFile.digest`` of each file, sorted so that file names do not matter.
-
-        xxh3 is fast but not cryptographic. It protects against mistakes, not against attackers, who
-        could replace the model itself.
-        """
+        """``WeightFile.digest`` of each file, sorted so that file names do not matter."""
         with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:
             return sorted(pool.map(WeightFile.digest, self.files))
 
