@@ -1,7 +1,7 @@
-"""Relay attention for one request on a GPU: tables of its blocks, and buffers for its tail.
+"""Relay attention for one request on a GPU: tables of its blocks, and a buffer for its tail.
 
-The tables and the tail have fixed addresses, so that CUDA graphs can read them with the kernel in
-``relay_kernel``.
+The tables stay at fixed memory addresses, and the buffer rarely moves, so that CUDA graphs can
+replay the kernel in ``relay_kernel`` for different requests.
 """
 
 from __future__ import annotations
@@ -19,22 +19,23 @@ from blockattn_rag.kv.context import Context
 from blockattn_rag.kv.rope import RotaryLayout
 
 CHUNK_TOKENS = 512
-"""Maximum number of keys for which a kernel program rotates its queries once."""
+"""Maximum number of keys in a chunk. A kernel program rotates its queries once per chunk."""
 
 MOST_BLOCKS, MOST_CHUNKS = 2048, 4096
-"""Capacity of the tables: blocks (including the tail), and chunks."""
+"""Maximum number of blocks (including the tail), and of chunks, that the tables can hold."""
 
 TAIL_TOKENS = 2048
-"""Initial size of the tail in tokens."""
+"""Initial capacity of the tail in tokens."""
 
 _ALIGNMENT = 16
-"""Number of bytes that the kernel reads at a time."""
+"""Alignment of keys and values that the kernel requires, in bytes."""
 
 
 class DeviceRelay:
-    """Holds the blocks and the tail of the running request.
+    """Relay attention over the blocks and the tail of the running request.
 
     Args:
+        layouts: Rotary layout of each layer.
         outline: Head count, head size and dtype of all keys and values, which must be equal.
         programs: Number of kernel programs that fully occupy the device.
     """
@@ -52,7 +53,7 @@ class DeviceRelay:
         self.device = device
         self._programs = programs
         self.layouts = layouts
-        # Layers without rotation get a single dimension pair with frequency 0.
+        # The kernel always rotates: other layers get a single dimension pair with frequency 0.
         none = RotaryLayout(torch.zeros(1), "half")
         self._layouts = [layout if layout.rotates else none for layout in layouts]
         layers = len(layouts)
@@ -106,8 +107,8 @@ class DeviceRelay:
         )
 
     def load(self, context: Context) -> None:
-        """Start a request with an empty tail after ``context``, which must pass ``reads``."""
-        if self.room > TAIL_TOKENS:  # The previous request had a long answer.
+        """Start a request with this context and an empty tail. Requires ``reads(context)``."""
+        if self.room > TAIL_TOKENS:  # Free the memory of the previous request's tail.
             self._make_tail(TAIL_TOKENS)
         blocks = context.blocks
         addresses: Any = [self._address(kv) for kv, *_ in blocks]
@@ -154,22 +155,21 @@ class DeviceRelay:
             self._places = self._zeros(tokens, dtype=torch.int64)
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Write the states ``[1, K, T, D]`` of the new tokens that ``begin`` prepared for."""
+        """Write the new tokens' keys and values ``[1, K, T, D]`` where ``begin`` has made room."""
         places = self._places[: keys.shape[2]]
         self._tail[layer, 0].index_copy_(1, places, keys[0])
         self._tail[layer, 1].index_copy_(1, places, values[0])
 
     def states(self, layer: int, tokens: int) -> tuple[Tensor, Tensor]:
-        """Views of the first tail tokens' keys and values, ``[1, K, tokens, D]``, which forward
-        passes write to."""
+        """Keys and values of the first tail tokens, ``[1, K, tokens, D]``, as views of the tail."""
         keys, values = self._tail[layer, :, None, :, :tokens]
         return keys, values
 
     def attend(self, layer: int, inputs: AttentionInputs) -> Tensor:
-        """See ``RelayPlan.attend``. Uses the tail's keys and values as written."""
+        """See ``RelayPlan.attend``. Reads the tail from its buffer instead of from ``inputs``."""
         assert inputs.cap is None
         assert inputs.sinks is None
-        from blockattn_rag.attention.relay_kernel import attend_blocks  # needs Triton
+        from blockattn_rag.attention.relay_kernel import attend_blocks  # Requires Triton.
 
         layout = self._layouts[layer]
         output = attend_blocks(

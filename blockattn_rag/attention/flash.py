@@ -49,10 +49,10 @@ class _Case(NamedTuple):
 _PROBES = [_Case(2, 4, *rest) for rest in ((1, 300, False), (70, 300, False), (70, 300, True))]
 
 _TIMED = _Case(1, 32, 64, 8192, is_causal=True)
-"""Benchmark case that the fastest kernel is chosen by: a question after its passages."""
+"""Case that kernels are timed on: a question after its passages."""
 
 _MARGIN = 1.05
-"""Minimum speedup for a package to replace PyTorch's kernel. Timing noise is lower."""
+"""Minimum speedup for a package's kernel to replace PyTorch's. Timing noise is smaller."""
 
 _logger = logging.getLogger(__name__)
 
@@ -78,13 +78,13 @@ def fastest_flash(device: torch.device, dtype: torch.dtype, size: int) -> FlashK
 
 
 def exact_kernels(device: torch.device, dtype: torch.dtype, size: int) -> dict[str, FlashKernel]:
-    """Kernels by name that match float64 attention up to rounding."""
+    """Return the available kernels that match float64 attention up to rounding, by name."""
     kernels = {PYTORCH: _by_pytorch, **_packages(device)}
     return {n: kernel for n, kernel in kernels.items() if _is_exact(n, kernel, device, dtype, size)}
 
 
 def elapsed_s(work: Callable[[], object], device: torch.device) -> float:
-    """Minimum duration of several runs on a GPU, in seconds."""
+    """Measure the minimum duration of several runs on a GPU, in seconds."""
     times_s: list[float] = []
     make: Any = torch.cuda.Event
     with torch.cuda.device(device):
@@ -99,8 +99,8 @@ def elapsed_s(work: Callable[[], object], device: torch.device) -> float:
 
 
 def aligned(states: Tensor) -> Tensor:
-    """Align the rows of states to multiples of 16 bytes, which the CUDA kernels assume even along
-    dimensions of length 1."""
+    """Return ``states``, or a copy if its rows are not aligned to 16 bytes. CUDA kernels assume
+    this alignment even along dimensions of length 1."""
     *steps, last = states.stride()
     begins = (step * states.itemsize % 16 for step in (*steps, states.storage_offset()))
     if last == 1 and not any(begins):
@@ -132,7 +132,7 @@ def _by_package(
     return output.transpose(1, 2), lse
 
 
-# With few queries, most of a GPU is idle unless keys are split. 0: the package decides.
+# With few queries, most of a GPU is idle unless keys are split. With 0, the package decides.
 _SPLIT = {"num_splits": 0}
 _PACKAGES: dict[str, tuple[str, dict[str, Any], range]] = {
     "FlashAttention 2": ("flash_attn", {"return_attn_probs": True}, range(8, 100)),
@@ -148,12 +148,12 @@ _PACKAGES: dict[str, tuple[str, dict[str, Any], range]] = {
 
 @cache
 def _packages(device: torch.device) -> dict[str, FlashKernel]:
-    """Kernels by name from installed packages that support this device."""
+    """Return the kernels of installed packages that support this device, by name."""
     kernels: dict[str, FlashKernel] = {}
     for name, (module, options, capabilities) in _PACKAGES.items():
         try:
             function = import_module(module).flash_attn_func
-        except Exception as error:  # noqa: BLE001 -- such as a PyTorch version mismatch
+        except Exception as error:  # noqa: BLE001 -- for example another PyTorch version
             _logger.info("Not using %s, because it cannot be imported: %s", name, error)
             continue
         if torch.cuda.get_device_capability(device)[0] in capabilities:

@@ -70,7 +70,7 @@ def attend(
     kernel = attend_plain if cap is not None else kernel_for(query, key, value, mask)
     if kernel is not attend_plain:
         return kernel(query, key, value, scale, mask)
-    # The plain kernel keeps the scores of all query rows in memory.
+    # The plain kernel keeps all scores in memory, so limit the query rows of each call.
     rows = max(1, MOST_SCORES // max(1, len(query) * key.shape[1] * key.shape[2]))
     if query.shape[2] <= rows:
         return attend_plain(query, key, value, scale, mask, cap)
@@ -124,7 +124,7 @@ def attend_plain(
     mask: Tensor | None = None,
     cap: float | None = None,
 ) -> Partial:
-    """Reference kernel in float32. The other kernels are tested against it."""
+    """Compute attention in float32, as a reference that other kernels are tested against."""
     scores = (query.float() @ key.float().mT).mul_(scale)
     if cap is not None:
         scores = capped(scores, cap)
@@ -137,14 +137,14 @@ def attend_plain(
 
 def capped(scores: Tensor, cap: float) -> Tensor:
     """Soft-cap the scores: ``cap * tanh(score / cap)``. Overwrites ``scores``."""
-    # Not in place, because the gradient needs the hyperbolic tangents.
+    # Do not multiply in place, because the gradient of tanh needs its result.
     return scores.div_(cap).tanh_() * cap
 
 
 def attend_fused(
     query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None = None
 ) -> Partial:
-    """PyTorch's flash kernel for the CPU. Requires ``N > 0``."""
+    """Run PyTorch's flash kernel for the CPU. Requires ``N > 0``."""
     # The kernel assumes that rows are contiguous.
     query, key, value = (s if s.stride(-1) == 1 else s.contiguous() for s in (query, key, value))
     bias = None if mask is None else _additive_mask(mask, query)
@@ -157,7 +157,7 @@ def attend_fused(
 def attend_flash(
     query: Tensor, key: Tensor, value: Tensor, scale: float, _: Tensor | None = None
 ) -> Partial:
-    """The fastest flash kernel for CUDA. Requires 16-bit dtypes, no mask and ``N > 0``."""
+    """Run the fastest flash kernel for CUDA. Requires 16-bit dtypes, no mask and ``N > 0``."""
     kernel = fastest_flash(query.device, query.dtype, query.shape[-1])
     output, lse = kernel(query, key, value, scale, False)
     return Partial(output.float(), lse)
@@ -166,8 +166,8 @@ def attend_flash(
 def attend_causal(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
     """Compute causal attention of the last tokens to all tokens with a flash kernel.
 
-    Queries and output are ``[B, H, tokens, D]`` (see ``takes_flash``), keys and values
-    ``[B, K, N, D]``. H is a multiple of K.
+    Queries and output are ``[B, H, tokens, D]``, keys and values ``[B, K, N, D]``. H is a multiple
+    of K. Requires ``takes_flash`` for the device, dtype and head size.
     """
     kernel = fastest_flash(query.device, query.dtype, query.shape[-1])
     return kernel(query, key, value, scale, query.shape[2] > 1)[0]
@@ -176,7 +176,7 @@ def attend_causal(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Te
 def attend_memory_efficient(
     query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None = None
 ) -> Partial:
-    """PyTorch's memory-efficient kernel for CUDA. Requires ``N > 0``."""
+    """Run PyTorch's memory-efficient kernel for CUDA. Requires ``N > 0``."""
     query, key, value = map(aligned, (query, key, value))
     bias = None
     if mask is not None:  # The kernel does not broadcast masks.

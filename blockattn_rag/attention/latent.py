@@ -1,4 +1,4 @@
-"""Multi-head latent attention that does not expand latents to keys and values.
+"""Multi-head latent attention computed on latents, without expanding them to keys and values.
 
 A latent layer computes each head's key and value as linear maps of a token's latent. Applying the
 maps to the few queries and outputs instead of the many latents gives the same result:
@@ -41,7 +41,7 @@ class LatentMap(NamedTuple):
 
 
 def latent_states(keys: Tensor, latents: Tensor) -> tuple[Tensor, Tensor]:
-    """Join rotary keys and latents ``[1, tokens, ...]`` to shared keys and values
-    ``[1, tokens, P + R]``. Both are the same tensor, because fused kernels require equal sizes."""
+    """Join rotary keys and latents ``[1, tokens, ...]`` into shared keys and values
+    ``[1, tokens, P + R]``. They are the same tensor, because fused kernels require equal sizes."""
     joined = torch.cat([keys, latents], dim=-1)
     return joined, joined

@@ -1,7 +1,7 @@
 """Merges partial attention results by their log-sum-exp.
 
-Given the log-sum-exp of each set, attention outputs over disjoint sets of keys can be merged
-exactly into attention over all keys (RelayAttention, section 3.3 and appendix A).
+Attention outputs over disjoint sets of keys, each with its log-sum-exp, can be merged exactly into
+attention over all keys (RelayAttention, section 3.3 and appendix A).
 """
 
 from __future__ import annotations

@@ -52,12 +52,12 @@ class JoinLimits(NamedTuple):
 # Each segment has a call overhead of 30 to 40 microseconds per layer, regardless of its size
 # (`bench decode --block-tokens 128,512`).
 CPU_JOINS = JoinLimits(prefill_tokens=32, decode_tokens=512)
-# The kernel launch overhead exceeds the computation (`benchmarks/results/gpu`).
+# On a GPU, launching a kernel takes longer than its computation (`benchmarks/results/gpu`).
 ACCELERATOR_JOINS = JoinLimits(prefill_tokens=131_072, decode_tokens=131_072)
 
 
 class LayerReads(NamedTuple):
-    """Block tensors that a layer of a model reads, by its index in the blocks.
+    """Tensors of a block that a layer of a model reads: those of the block's layer ``place``.
 
     ``latent``: Maps from latents to keys and values. None: the blocks contain keys and values.
     """
@@ -68,7 +68,7 @@ class LayerReads(NamedTuple):
 
 
 class RelayPlan:
-    """Plan for one batch, shared by all layers: which request attends to which block.
+    """Plan of which request in a batch attends to which block. All layers share it.
 
     Each layer reads a block once for all requests that contain it, even if its offset differs
     between requests.
@@ -100,7 +100,7 @@ class RelayPlan:
         self._tables: dict[tuple[int, int | None], SegmentTable] = {}
 
     def table(self, tokens: int, window: int | None = None) -> SegmentTable:
-        """Segments for layers with this window in forward passes of ``tokens`` tokens."""
+        """Get the segments for layers with this window, in forward passes of ``tokens`` tokens."""
         limit = self._joins.decode_tokens if tokens == 1 else self._joins.prefill_tokens
         key = limit, window
         if key not in self._tables:
@@ -110,7 +110,7 @@ class RelayPlan:
     def attend(self, layer: int, inputs: AttentionInputs) -> Tensor:
         """Compute attention of the final block's queries to all blocks and to the tail.
 
-        ``inputs`` have the tail's keys, values and mask. If layers have windows, padding is not
+        ``inputs`` contain the tail's keys, values and mask. If layers have windows, padding is not
         supported. Returns ``[B, H, tokens, D]`` in the query's dtype.
         """
         query, tail_key, tail_value, scale, tail_mask, cap, sinks = inputs
@@ -118,7 +118,7 @@ class RelayPlan:
         place, window, latent = self._layers[layer]
         folded, mask = fold_heads(query, tail_mask, tail_key.shape[1])
         asked = folded if latent is None else latent.queries(query)
-        # Prefill uses the table for decoding, so latents and rotary keys are joined only once.
+        # Latents and rotary keys are joined only once if prefill uses the table for decoding, too.
         table = self.table(tokens if latent is None else 1, window)
         groups = asked.shape[2] // tokens * (batch // table.num_requests)
         views = table.views(tail_key.shape[2] - tokens, tokens, groups)

@@ -6,7 +6,7 @@ second kernel merges the programs' results by their log-sum-exp (RelayAttention,
 Everything that differs between requests is read from tensors, so one CUDA graph supports contexts
 of any length.
 
-Shapes: ``H`` query heads, ``K`` key-value heads, ``T`` tokens, ``D`` head size, ``S`` splits.
+Shapes: ``H`` query heads, ``K`` key-value heads, ``T`` tokens, ``D`` head size.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def attend_blocks(
     return merged
 
 
-# Compiled once for all lengths. Triton evaluates annotations, and only accepts its own.
+# Compiled once for all lengths. Without annotations, because Triton only accepts its own types.
 @triton.jit(do_not_specialize=["tokens", "num_blocks", "most_chunks"])  # type: ignore[untyped-decorator]
 def _attend_chunks(  # type: ignore[no-untyped-def]
     query, pointers, block_tokens, angles, chunks, counts, output, lse,

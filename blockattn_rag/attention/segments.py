@@ -1,6 +1,6 @@
-"""Segments: the distinct blocks in a batch of contexts. Small blocks are joined into one segment.
+"""Segments: the distinct blocks in a batch of contexts. A segment may join several small blocks.
 
-A *pair* is one occurrence of a segment in a request, which may contain a block twice.
+A *pair* is one occurrence of a segment in a request. A request may contain a segment twice.
 
 Shapes: ``R`` requests, ``K`` key-value heads, ``Q`` query rows, ``N`` key tokens, ``D`` head size.
 """
@@ -25,8 +25,8 @@ from blockattn_rag.kv.rope import Angles, RotaryLayout, rotate
 
 
 class View(NamedTuple):
-    """The part of a segment that is visible to queries: keys from the index ``first``, where
-    ``mask`` ``[1, 1, query rows of all pairs, keys from first]`` is True. None: all of them."""
+    """Part of a segment that is visible to queries: the keys from index ``first`` on, limited by
+    ``mask``, bool ``[1, 1, query rows of all pairs, keys from first]``. None: no further limit."""
 
     first: int = 0
     mask: Tensor | None = None
@@ -132,12 +132,12 @@ class _Window:
         blocks = segment.blocks
         self._places = torch.cat([b.start + torch.arange(b.kv.num_tokens) for b in blocks])
         self._first = blocks[0].start
-        # For each pair, position of the first key visible to a query right after the context.
+        # Lowest position in the segment, for each pair, that the context's next token attends to.
         self._lowest = [lengths[r] + 1 - window - start for r, _, start in segment.readers]
 
     def view(self, before: int, tokens: int, groups: int, device: torch.device) -> View:
         """See ``SegmentTable.views``."""
-        highest = max(self._lowest) + before + tokens - 1  # Position of the last query.
+        highest = max(self._lowest) + before + tokens - 1  # Lowest key visible to the last query.
         if highest <= self._first:
             return View()
         first = int(torch.searchsorted(self._places, min(self._lowest) + before))
@@ -157,7 +157,7 @@ class SegmentTable:
         contexts: Blocks of each request, with their positions. A context may be empty.
         tokens: Blocks with fewer tokens are joined.
         window: Sliding window: a token attends to the last ``window`` tokens, including itself.
-            Blocks outside all later windows are left out. None: all tokens are visible.
+            Blocks that no new token attends to are omitted. None: all tokens are visible.
     """
 
     def __init__(
@@ -202,9 +202,9 @@ class SegmentTable:
         self, layer: int, views: Sequence[View], *, are_latents: bool
     ) -> Iterator[tuple[Tensor, Tensor] | None]:
         """Iterate over the keys and values ``[K, N, D]`` of each segment, from the first visible
-        key. None: no key is visible, and partial results need no sorting.
+        key. Yields None for segments without a visible key if ``is_one_each``.
 
-        The iterator avoids holding all dequantized blocks in memory at once.
+        Blocks are dequantized one at a time, so that they are not all in memory at once.
 
         ``are_latents``: Whether the layer has rotary keys and latents; see ``latent_states``.
         """
@@ -241,7 +241,7 @@ class SegmentTable:
         return self._views[1]
 
     def by_request(self, parts: Sequence[Partial]) -> list[Partial]:
-        """Regroup partial results with one row per pair to results ``[R, ...]`` by request."""
+        """Regroup partial results from one row per pair to one row per request, ``[R, ...]``."""
         if self.is_one_each or not parts:
             return list(parts)
         found = Partial(*map(torch.cat, zip(*parts, strict=True)))

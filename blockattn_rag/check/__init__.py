@@ -1,1 +1,1 @@
-"""Checks for models and servers, and the oracle. Only tests and ``check`` import this package."""
+"""Checks of models and servers, and the oracle: a reference implementation of block mode."""

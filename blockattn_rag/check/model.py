@@ -1,4 +1,4 @@
-"""Checks that block mode is exact for a model by comparing it with the oracle."""
+"""Model check: compares a model's block mode with the oracle, and with full attention."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from blockattn_rag.model.sampling import Sampling
 from blockattn_rag.prompts.blocks import Block
 from blockattn_rag.prompts.sinks import sink_ids
 
-# Context blocks, including a single-token block, and the final block.
+# Lengths of the context blocks, including a single token, and of the final block.
 _BLOCK_TOKENS = (24, 1, 17, 12)
 _SINK_TOKENS = 4
 _NEW_TOKENS = 8
 _EXACT = (torch.float32, torch.float64)
 _MARGIN = 2
-"""Budget as a multiple of the rounding error. Errors of exact models are below 1."""
+"""Budget in multiples of the rounding error. Exact models stay below 1."""
 _BOUNDARY_TEXT = "Halden Tower is 214 metres tall.\n\nIt was built in 1931."
 
 
 @dataclass(frozen=True, slots=True)
 class CheckRow:
-    """Result of one check. ``budget``: Upper limit of the measured ``value``, if there is one."""
+    """Result of one check. ``value``: Measured value, if any. ``budget``: Its maximum, if any."""
 
     name: str
     passed: bool
@@ -58,9 +58,9 @@ class CheckReport:
 def check_model(model: BlockModel, recipe: Recipe | None = None) -> CheckReport:
     """Run every check on a loaded model.
 
-    In float32, logits must agree to within 1e-4. For 16-bit types, the budget is derived from the
-    model's rounding error: the change in full attention's logits when each embedding changes by one
-    rounding step. The rotary layout was measured when the model was loaded.
+    In float32, the relative error of logits must not exceed 1e-4. For 16-bit types, the budget is
+    derived from the model's rounding error: the change in full attention's logits when each
+    embedding changes by one rounding step. With a ``recipe``, block mode is also checked with it.
     """
     generator, vocabulary = torch.Generator().manual_seed(1), vocabulary_size(model.hf_model)
     blocks: list[list[int]] = [
@@ -111,8 +111,8 @@ def _layout_row(model: BlockModel) -> CheckRow:
 def placed_context(
     model: BlockModel, blocks: list[list[int]], sink: Sequence[int] = (), recipe: Recipe = PLAIN
 ) -> Context:
-    """Encode blocks of token ids, all except the first with ``sink`` and the recipe's adapter, and
-    place them in order, with the recipe's positions."""
+    """Encode blocks of token ids, and place them in order with the recipe's positions. ``sink`` and
+    the recipe's adapter apply to all blocks except the first."""
     sinks = [sink if index else () for index in range(len(blocks))]
     requests = [
         EncodeRequest(ids, f"{ids}, {before}", "", before)
@@ -127,15 +127,15 @@ def placed_context(
 
 
 def _full_error(model: BlockModel, blocks: list[list[int]], context: Context) -> float:
-    """Logits error after each token of the final block, compared with full attention."""
+    """Relative error of the final block's logits, compared with full attention."""
     return relative_error(_block_logits(model, context, blocks[-1]), _full_logits(model, blocks))
 
 
 def _oracle_error(
     model: BlockModel, blocks: list[list[int]], sink: Sequence[int] = (), recipe: Recipe = PLAIN
 ) -> float:
-    """Logits error after each token of the final block, compared with the oracle, with a recipe's
-    adapter and positions. Promotion only moves passages into the final block."""
+    """Relative error of the final block's logits, compared with the oracle. Checks the recipe's
+    adapter and positions, but not promotion, which only moves passages into the final block."""
     found = _block_logits(model, placed_context(model, blocks[:-1], sink, recipe), blocks[-1])
     expected = oracle_logits(model.hf_model, blocks, sink, **recipe_arguments(model, recipe))
     return relative_error(found, expected)
@@ -148,7 +148,7 @@ def _full_logits(model: BlockModel, blocks: list[list[int]]) -> Tensor:
 
 
 def _block_logits(model: BlockModel, context: Context, final_ids: list[int]) -> Tensor:
-    """Block-mode logits after each token of the final block. The 0 is never an input."""
+    """Block-mode logits after each token of the final block. The added 0 is not an input."""
     first, *others = final_ids
     return model.answer_logits((), [first], [*others, 0], model.cache_for(context)).float()
 
@@ -183,7 +183,7 @@ def _greedy_row(model: BlockModel, blocks: list[list[int]]) -> CheckRow:
     expected = oracle_generate(model.hf_model, blocks, _NEW_TOKENS, sorted(model.end_token_ids))
     same = next((i for i, (a, b) in enumerate(zip(found, expected, strict=False)) if a != b), -1)
     equal = found == expected
-    # 16-bit rounding may flip near ties. The logits checks cover these types.
+    # In 16-bit types, rounding may reorder nearly equal logits, so only their error is checked.
     passed = equal or model.dtype not in _EXACT
     detail = f"{len(found)} tokens" if equal else f"first difference at token {same}"
     return CheckRow("greedy tokens = oracle", passed, float(not equal), 0.0, detail)
@@ -196,5 +196,5 @@ def _boundary_row(model: BlockModel) -> CheckRow:
     decode: Callable[..., str] = model.tokenizer.tokenizer.decode
     text = decode(ids, clean_up_tokenization_spaces=False)
     lost = float(text.strip() != block.text.strip())
-    detail = f"{len(ids)} tokens, no special token added"
+    detail = f"{len(ids)} tokens decoded"
     return CheckRow("tokenizer boundary", not lost, lost, 0.0, detail)

@@ -1,8 +1,8 @@
-"""The oracle: a slow but obvious reference implementation of block mode.
+"""The oracle: a slow but simple reference implementation of block mode.
 
 The oracle runs one dense forward pass over all tokens of the prompt, with an explicit block mask.
 Nothing is stored, moved or merged. With an adapter, the final block attends to each passage's
-adapted keys and values, and all other rows attend to the original ones. The formula of
+adapted keys and values, and other tokens attend to the original keys and values. The formula of
 ``model.correction`` is evaluated block by block, in float64, with explicit attention weights. State
 layers run segment by segment: a segment is a block with its sink, or the prompt's first block with
 the final block. No state is stored or set, and no code is shared with ``model.states``.
@@ -164,12 +164,12 @@ class RecipeOracle:
 
     def __init__(self, model: BlockModel, prompt: BlockPrompt, recipe: Recipe) -> None:
         if recipe.recompute:
-            raise ValueError(f"Invalid recipe {recipe}: the oracle does not recompute tokens")
+            raise ValueError(f"Unsupported recipe {recipe}: the oracle requires recompute=0")
         self._model = model
         self._sink_ids = ids_of_sink(recipe.sink, model.tokenizer)
         self._arguments = recipe_arguments(model, recipe)
         ids = model.tokenizer.prompt_ids(prompt)
-        # Do not use the tokenizer's split, which engines use and the oracle must verify.
+        # Do not use the tokenizer's split, because engines use it, and the oracle verifies it.
         is_passage = [block.is_passage for block in prompt.context]
         stay, promoted = len(ids.context), min(recipe.promote, sum(is_passage))
         while sum(is_passage[stay:]) < promoted:
@@ -258,7 +258,7 @@ def adapting(
     if hf_model.config._attn_implementation != _NAME:
         raise UnsupportedModelError(
             f"{type(hf_model).__name__} does not use transformers' attention interface, so the "
-            "oracle cannot apply adapters to it: check the model without a recipe."
+            "oracle can only check it without an adapter, and with eager or sdpa attention."
         )
     try:
         yield

@@ -21,7 +21,7 @@ _NEW_TOKENS = 24
 
 @dataclass(frozen=True, slots=True)
 class ServerReport(CheckReport):
-    """Results of all checks of one server."""
+    """Results of one server's checks, and its answers in block mode (if it ran) and full mode."""
 
     info: ServerInfo
     block: str | None
@@ -29,11 +29,11 @@ class ServerReport(CheckReport):
 
 
 def check_server(client: ServerClient) -> ServerReport:
-    """Store passages, then ask a question in both modes, and with the passages in another order.
+    """Store passages, and ask a question in both modes and with the passages in another order.
 
     The passages are always the same, so repeated checks leave at most two entries in the store. The
-    checks require that block mode uses every passage, and that each passage is encoded once.
-    Answers may differ between the modes if the model is not block-fine-tuned.
+    checks require that block mode uses every passage that is not promoted, and encodes each passage
+    once. Answers may differ between the modes if the model was not fine-tuned for block mode.
     """
     info = client.info
     full, stats = _answer(client, "full", PASSAGES)

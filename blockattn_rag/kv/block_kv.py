@@ -1,4 +1,4 @@
-"""BlockKV: the keys and values of one block, and its key in a store."""
+"""BlockKV: the keys and values of a block. Also computes digests and store keys of blocks."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from blockattn_rag.kv.quantization import KVScales, dequantize, quantize
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class BlockKV:
-    """Keys and values of one block, computed only from the block's tokens. Immutable.
+    """Keys and values of one block, which do not depend on other blocks. Immutable.
 
     Args:
         keys: Keys per layer, ``[num_kv_heads, num_tokens, head_dim]``, rotated to positions
             ``0..num_tokens-1``, in the model's dtype, or int8 if quantized.
         values: Values per layer. Shaped like the keys, except for the head size.
         token_ids: Token ids ``[num_tokens]``, int64, on the CPU. Compared on every cache hit.
-        fingerprint: Identity of the model, tokenizer and dtype that the block was computed with.
+        fingerprint: Fingerprint of the model that the block was computed with.
         digest: ``token_digest`` of the block.
         handle: ``Block.handle`` of each text with these tokens, joined by ``joined_handles``.
             ``store gc`` uses it to find a passage's entries.
@@ -59,7 +59,7 @@ class BlockKV:
         return self.keys[layer], self.values[layer], *(of_scales or ())
 
     def with_tensors(self, layers: Sequence[Sequence[Tensor]]) -> BlockKV:
-        """Copy this block with other tensors, per layer in the order of ``tensors``."""
+        """Return a copy with other tensors, given per layer in the order of ``tensors``."""
         keys, values, *scales = zip(*layers, strict=True)
         return replace(
             self,
@@ -70,10 +70,10 @@ class BlockKV:
         )
 
     def quantized(self) -> BlockKV:
-        """Quantize this block to int8. Returns the block itself if it already is quantized.
+        """Return an int8 copy of this block, or the block itself if it is already quantized.
 
         Raises:
-            ValueError: the keys and values have different dtypes.
+            ValueError: the keys and values do not all have the same floating-point dtype.
         """
         if self.scales is not None:
             return self
@@ -110,7 +110,7 @@ class BlockKV:
         return sum(t.nbytes for layer in range(self.num_layers) for t in self.tensors(layer))
 
     def to(self, device: torch.device) -> BlockKV:
-        """Move this block to ``device``. Returns the block itself if it is already there."""
+        """Return a copy of this block on ``device``, or the block itself if it is there."""
         return self if self.device == device else self.copy_to(device)
 
     def copy_to(self, device: torch.device) -> BlockKV:
@@ -123,8 +123,8 @@ class BlockKV:
 def outline(
     states: Sequence[Tensor], dtype: torch.dtype | None = None
 ) -> tuple[tuple[int, int, torch.dtype], ...]:
-    """Head count, head size and dtype (default: the stored one) of keys or values
-    ``[heads, tokens, head_dim]``."""
+    """Head count, head size and dtype of keys or values ``[heads, tokens, head_dim]``, one per
+    layer. ``dtype``: Dtype to return. Default: the dtype of the tensors."""
     return tuple((t.shape[0], t.shape[2], dtype or t.dtype) for t in states)
 
 
@@ -158,21 +158,21 @@ def store_key(fingerprint: str, digest: str, namespace: str = "") -> str:
 
 
 MOST_HANDLES = 8
-"""Maximum number of handles in one entry, because the size of its header is limited."""
+"""Maximum number of handles in a store entry, because the size of its header is limited."""
 
 
 def joined_handles(handles: Iterable[str]) -> str:
-    """``BlockKV.handle`` of texts that share one entry because their tokens are equal.
+    """Join the handles of texts with equal tokens, which share an entry, to a ``BlockKV.handle``.
 
     With more than ``MOST_HANDLES`` distinct handles, the result is empty. ``store gc`` then keeps
-    the entry until ``ttl_s`` deletes it.
+    the entry until it expires (``ttl_s``).
     """
     distinct = list(dict.fromkeys(handles))
     return ",".join(distinct) if len(distinct) <= MOST_HANDLES else ""
 
 
 def split_handles(handle: str) -> tuple[str, ...]:
-    """Split ``BlockKV.handle`` into handles. Empty if the block's texts are unknown."""
+    """Split a ``BlockKV.handle`` into handles. Empty if the block's texts are unknown."""
     return tuple(handle.split(",")) if handle else ()
 
 

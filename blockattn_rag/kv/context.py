@@ -13,13 +13,13 @@ from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.kv.rope import Angles, RotaryLayout, rotate, rotate_into
 
 Positions = Literal["reordered", "composite"]
-"""``reordered``: keys are re-encoded to the block's position in the prompt (the method in both
-papers). ``composite``: keys keep positions 0..n-1 (the ablation in both papers)."""
+"""``reordered``: keys are rotated to the block's position in the prompt. ``composite``: keys keep
+positions 0..n-1, as in the ablation studies of the Block-Attention and TurboRAG papers."""
 
 
 Assembly = Literal["auto", "relay", "copy"]
-"""``relay``: attention reads the stored blocks in place. ``copy``: keys are re-encoded, and
-concatenated in new tensors. ``auto``: relay where it is exact, otherwise copy."""
+"""``relay``: attention reads the stored blocks in place. ``copy``: keys are rotated, and blocks are
+concatenated in new tensors. ``auto``: the faster path of those that are exact for the model."""
 
 
 class PlacedBlock(NamedTuple):
@@ -54,7 +54,7 @@ class Context:
 def place(blocks: Sequence[BlockKV], positions: Positions = "reordered") -> Context:
     """Assign each block its position in a prompt (Block-Attention, section 2.3)."""
     if positions not in get_args(Positions):
-        raise ValueError(f"positions must be one of {get_args(Positions)}, found {positions!r}")
+        raise ValueError(f"Expected one of {get_args(Positions)} as positions, found {positions!r}")
     placed, start = [], 0
     for kv in blocks:
         placed.append(PlacedBlock(kv, start, start if positions == "reordered" else 0))
@@ -73,7 +73,7 @@ def assemble(
         room: Number of uninitialized tokens at the end of each tensor, as space for later states.
 
     Yields:
-        Keys, re-encoded by each block's shift, and values, ``[num_kv_heads, tokens + room,
+        Keys, rotated by each block's shift, and values, ``[num_kv_heads, tokens + room,
         head_dim]`` in the blocks' dtypes. Stored tensors are never modified. Without room, a
         context of one block that is neither shifted nor quantized yields the stored tensors
         themselves.
@@ -98,7 +98,7 @@ def joined_states(
     # Keys of quantized blocks are in float32 here, and are only rounded after the rotation.
     scales = next((b.kv.scales for b in blocks if b.kv.scales is not None), None)
     dtype = joined.dtype if scales is None else scales.dtype
-    if not room and not joined.is_cuda:  # Saves a tensor and a pass over memory.
+    if not room and not joined.is_cuda:  # Avoids another tensor and pass over memory.
         return rotate(joined, *angles[layout], layout).to(dtype), _joined(values, room)
     heads, tokens, size = joined.shape
     rotated = joined.new_empty(heads, tokens + room, size, dtype=dtype)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 KVDtype = Literal["model", "int8"]
-"""``model``: keys and values in the model's dtype. ``int8``: quantized as they are computed."""
+"""``model``: keys and values keep the model's dtype. ``int8``: new blocks are quantized."""
 
 STEPS = 127
 """Steps from 0 to the largest magnitude. -128 is unused to keep the range symmetric."""
@@ -30,7 +30,7 @@ _LEAST_SCALE = torch.finfo(torch.float32).tiny
 def check_kv_dtype(name: object) -> KVDtype:
     """Return ``name`` if it is a ``KVDtype``; otherwise raise ``ValueError``."""
     if name not in get_args(KVDtype):
-        raise ValueError(f"kv_dtype must be one of {get_args(KVDtype)}, found {name!r:.80}")
+        raise ValueError(f"Expected one of {get_args(KVDtype)} as kv_dtype, found {name!r:.80}")
     return cast("KVDtype", name)
 
 
@@ -71,12 +71,12 @@ def quantize(
 
 
 def dequantize(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """``codes * scale``, computed in float32 and rounded once to ``dtype``."""
+    """Compute ``codes * scale`` in float32, and round the result once to ``dtype``."""
     return codes.float().mul_(scale).to(dtype)
 
 
 def _quantized(states: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """Quantize with one scale for all numbers along ``dim``: an int8 tensor and its scales."""
+    """Quantize to int8 with one scale for all numbers along ``dim``. Returns codes and scales."""
     exact = states.float()
     scale = (exact.abs().amax(dim, keepdim=True) / STEPS).clamp_min_(_LEAST_SCALE)
     return (exact / scale).round_().to(torch.int8), scale

@@ -58,9 +58,9 @@ class RotaryLayout:
     def cos_sin(self, offsets: int | Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
         """Compute cos and sin of ``offset * frequency`` per rotary dimension, for :func:`rotate`.
 
-        The sine includes the sign of the partner dimension. Float32, of shape ``[1, rotary_dim]``
+        The sine includes the sign of the partner dimension. Both are float32, ``[1, rotary_dim]``
         for one offset, or ``[tokens, rotary_dim]`` for one offset per token. Angles are computed in
-        float64: in float32, the product is off by 2e-3 rad at offset 32768.
+        float64, because in float32, they have an error of 2e-3 rad at offset 32768.
         """
         column = torch.as_tensor(offsets, dtype=torch.float64, device="cpu").reshape(-1, 1)
         angle = column * self.frequencies.to("cpu", torch.float64)
@@ -89,8 +89,8 @@ def shift_positions(states: Tensor, offset: int, layout: RotaryLayout) -> Tensor
 def rotate(states: Tensor, cos: Tensor, sin: Tensor, layout: RotaryLayout) -> Tensor:
     """Rotate the dimension pairs of states ``[..., tokens, head_dim]``.
 
-    ``cos`` and ``sin`` are those of ``cos_sin``, ``[1 or tokens, rotary_dim]``, or have another
-    shape that broadcasts with the states.
+    ``cos`` and ``sin``: Result of ``RotaryLayout.cos_sin``, possibly reshaped, so that it
+    broadcasts with the states.
     """
     rotated = _rotated(states, cos, sin, layout).to(states.dtype)
     if layout.rotary_dim == states.shape[-1]:
@@ -118,13 +118,13 @@ def rotate_into(
 
 
 def _rotated(states: Tensor, cos: Tensor, sin: Tensor, layout: RotaryLayout) -> Tensor:
-    """Rotate the rotary dimensions of ``states`` in float32, and return only those."""
+    """Rotate the rotary dimensions of ``states`` in float32, and return them without the others."""
     rotary = states[..., : layout.rotary_dim].float()
     return (rotary * cos).addcmul_(_partners(rotary, layout.pairing), sin)
 
 
 _PROBE_SHAPE = 3, 37
-"""Heads and tokens of the keys that test the fused rotation. They take several programs."""
+"""Heads and tokens of the keys that test the fused rotation, enough for several programs."""
 
 
 @cache
@@ -165,7 +165,7 @@ def fused_rotation(
         )
         return None
     expected = rotate(keys.double(), cos.double(), sin.double(), layout)
-    # Both compute in float32, whatever the dtype of the keys.
+    # Both functions compute in float32, regardless of the dtype of the keys.
     rounding = max(torch.finfo(out_dtype).eps, torch.finfo(torch.float32).eps)
     difference, allowed = relative_error(out.double(), expected), 2 * rounding
     if not difference <= allowed:
@@ -191,7 +191,7 @@ def _join(first: Tensor, second: Tensor, pairing: Pairing) -> Tensor:
 
 
 class LayoutFit(NamedTuple):
-    """Best layout for one layer's keys, and the ``relative_error`` of keys that it shifts."""
+    """Best layout for one layer's keys, and the maximum ``relative_error`` of shifted keys."""
 
     layout: RotaryLayout
     error: float

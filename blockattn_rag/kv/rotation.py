@@ -18,7 +18,7 @@ def rotate_fused(
 ) -> None:
     """``rope.rotate_into`` as a single GPU kernel.
 
-    ``out`` must be the first tokens of a contiguous tensor, and ``cos`` and ``sin`` in float32.
+    ``out`` must be the first tokens of a contiguous tensor. ``cos`` and ``sin`` must be float32.
     ``interleaved``: Whether dimension ``2i`` pairs with ``2i + 1``.
     """
     heads, tokens, size = states.shape
@@ -28,7 +28,7 @@ def rotate_fused(
     )  # fmt: skip
 
 
-# Compiled once for all lengths. Triton evaluates annotations, and only accepts its own.
+# Compiled once for all lengths. Without annotations, because Triton only accepts its own types.
 @triton.jit(do_not_specialize=["tokens", "out_tokens"])  # type: ignore[untyped-decorator]
 def _rotate_rows(  # type: ignore[no-untyped-def]
     states, cos, sin, out, tokens, out_tokens,

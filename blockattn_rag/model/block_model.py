@@ -34,8 +34,8 @@ from blockattn_rag.prompts.tokenization import BlockTokenizer
 class BlockModel(ContextModel):
     """Causal language model from transformers that encodes blocks and generates answers from them.
 
-    All ``BlockModel`` objects with the same ``hf_model`` share a lock, so that one method runs at a
-    time. To keep other threads out between several calls, hold ``lock``.
+    All ``BlockModel`` objects with the same ``hf_model`` share a lock, so only one of their methods
+    runs at a time. To keep other threads out between several calls, hold ``lock``.
 
     Config, weights and active adapters must not change after construction; ``check_unchanged``
     detects changes. Patched models (hooks, replaced ``forward`` methods) are not supported.
@@ -84,7 +84,7 @@ class BlockModel(ContextModel):
         pack_weights: bool = True,
         **kwargs: Any,
     ) -> BlockModel:
-        """Load a model by path, hub id or name, with the arguments of ``loading.load_model``.
+        """Load a model by path, hub id or short name, as ``loading.load_model`` does.
 
         Also accepts a loaded model, which is used unchanged and requires ``tokenizer``.
         """
@@ -109,7 +109,7 @@ class BlockModel(ContextModel):
 
     @property
     def vocabulary_size(self) -> int:
-        """Size of the vocabulary, which token ids are smaller than."""
+        """Size of the vocabulary. Valid token ids are smaller."""
         return vocabulary_size(self.hf_model)
 
     @property
@@ -123,7 +123,7 @@ class BlockModel(ContextModel):
 
     @cached_property
     def fingerprint(self) -> str:
-        """Identity of weights, config, dtype, tokenizer and active adapters: 64 hex digits.
+        """Hash of weights, config, dtype, tokenizer and active adapters, 64 hex digits.
 
         The first access reads all weights or weight files, unless their digests are cached.
         """
@@ -138,8 +138,8 @@ class BlockModel(ContextModel):
                 return identity()
 
     def check_unchanged(self) -> None:
-        """Raise ``UnsupportedModelError`` if a ``fingerprint.snapshot`` shows changes since
-        loading."""
+        """Raise ``UnsupportedModelError`` if config, weights or adapters have changed since
+        loading, as far as ``fingerprint.snapshot`` detects changes."""
         if snapshot(self.hf_model) != self._snapshot:
             raise UnsupportedModelError(
                 f"The weights, adapters or config of {self.name} have changed since it was loaded, "
@@ -148,9 +148,8 @@ class BlockModel(ContextModel):
 
     @property
     def batch_tokens(self) -> int:
-        """Default size of an encoding batch in tokens, including padding: large enough for
-        efficient matrix products (measured by ``benchmarks/efficiency.py`` on CPUs, estimated for
-        accelerators)."""
+        """Default size of an encoding batch in tokens, including padding. Large enough for
+        efficient matrix products (``benchmarks/efficiency.py``)."""
         return 2048 if self.device.type == "cpu" else 16384
 
     @property
@@ -193,7 +192,7 @@ class BlockModel(ContextModel):
         return AnswerRules(self.tokenizer.tokenizer, self.end_token_ids, self.name)
 
     def loop_guard(self, sampling: Sampling) -> LoopGuard | None:
-        """Loop guard for one answer; None if these options disable it."""
+        """Create a loop guard for one answer. Returns None unless decoding is greedy."""
         is_on = decoding.takes_likeliest(self.hf_model, sampling)
         return self.rules.loop_guard(sampling.grammar) if is_on else None
 
@@ -245,13 +244,13 @@ class BlockModel(ContextModel):
         grammars: Sequence[Grammar | None] | None = None,
         on_failure: Callable[[int, GrammarError], object] | None = None,
     ) -> list[list[int]]:
-        """Generate answers to a batch of prompts with transformers' ``generate``.
+        """Generate answers to prompts with transformers' ``generate``. Returns their token ids.
 
         Stop strings are only handled in beam search. Otherwise, the caller must search the answers
         for ``decoding.stop_strings``, and end rows through ``on_tokens`` or ``is_cancelled``.
 
         Args:
-            prompts: Context and final ids of each prompt, of any length, each padded on the left.
+            prompts: Token ids of each prompt's context, and of its final block.
             sampling: Sampling options.
             cache: KV of the contexts, one per row. None: prefill all tokens.
             on_tokens: Callback after each step. Receives the newest token of every row (padding in
@@ -263,6 +262,7 @@ class BlockModel(ContextModel):
                 error. ``on_tokens`` must then end the row. Default: the error ends the batch.
 
         Raises:
+            ContextOverflowError: a prompt leaves no room for an answer.
             ValueError: the model has sliding windows, and final blocks of different lengths follow
                 a cache: windows would include the padding before shorter blocks.
         """
@@ -296,8 +296,8 @@ class BlockModel(ContextModel):
             )
 
     def batches_exactly(self, sampling: Sampling) -> bool:
-        """Whether batching prompts of different lengths leaves their answers unchanged. False with
-        sliding windows and states, which would include padding before the final block."""
+        """Whether batching prompts of different lengths leaves their answers unchanged. False for
+        sliding windows and states, which would include the padding before a final block."""
         is_alone = self.profile.has_windows or self.profile.has_states
         return not is_alone and decoding.batches_exactly(self.hf_model, sampling)
 

@@ -107,10 +107,10 @@ def copied_cache(
     *,
     keeps_all: bool = False,
 ) -> ContextCache:
-    """Create a cache with the contexts' keys and values, re-encoded and concatenated (copy path).
+    """Create a cache with the contexts' keys and values, rotated and concatenated (copy path).
 
-    Each context is one row, padded with zeros on the left. States are not set. ``keeps_all``:
-    Whether layers keep tokens beyond their sliding windows.
+    Each context is one row, padded with zeros on the left. The states of state layers are not set.
+    ``keeps_all``: Whether layers keep tokens beyond their sliding windows.
     """
     cache = ContextCache(config=config)
     if keeps_all:
@@ -168,12 +168,12 @@ class _GrowingLayer(DynamicLayer):
 
 
 def _appended(buffer: Tensor, used: int, new: Tensor) -> Tensor:
-    """Write ``new`` after the ``used`` tokens of a buffer, or of a larger copy if it is full."""
+    """Write ``new`` after the ``used`` tokens of a buffer. Returns the buffer or a larger copy."""
     tokens = used + new.shape[2]
     if tokens > buffer.shape[2]:
         states = buffer[:, :, :used]
         with torch.inference_mode(mode=False):
-            # Later forward passes outside of inference mode must be able to write to it.
+            # Later forward passes outside of inference mode must be able to write to the buffer.
             buffer = torch.empty(
                 (*states.shape[:2], tokens + ROOM, states.shape[3]),
                 dtype=states.dtype,
@@ -220,20 +220,20 @@ class _TailLayer(DynamicLayer):
 
 
 def empty_cache(config: Any) -> ContextCache | None:
-    """Create a cache for a prompt without context. None for sliding windows, which drop tokens."""
+    """Create a cache for a prompt without context. None if a layer has a window or a state."""
     cache = ContextCache(config=config)
     return cache if all(type(layer) is DynamicLayer for layer in cache.layers) else None
 
 
 def _last(states: Tensor, tokens: int) -> Tensor:
-    """Copy of the last tokens of ``[1, heads, n, size]``, or ``states`` itself if these are all."""
+    """Copy the last tokens of ``[1, heads, n, size]``. Returns ``states`` if these are all."""
     return states if states.shape[2] == tokens else states[:, :, -tokens:].clone()
 
 
 class RelayCache(ContextCache):
     """Cache for ``generate`` whose first tokens are the blocks of a plan, read in place.
 
-    Replaces those ``layers`` of the model's own cache that store keys and values.
+    ``layers``: Layers of the model's own cache. Layers with keys and values are replaced.
     """
 
     def __init__(self, plan: RelayPlan, layers: Sequence[Any], kinds: Sequence[LayerKind]) -> None:
@@ -274,7 +274,7 @@ def _leave(*_: Any) -> None:
 
 
 def running_cache() -> ContextCache | None:
-    """The cache of the innermost running forward pass in this thread."""
+    """Return the ``ContextCache`` of the innermost running forward pass in this thread, if any."""
     caches = _caches.get()
     return caches[-1] if caches else None
 

@@ -1,4 +1,4 @@
-"""Properties of models that are read from their config and files, without weights."""
+"""Properties of models that are derived from their config and files, without loading weights."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class TunedModel:
 
     @property
     def checkpoint(self) -> Checkpoint | None:
-        """Published block-fine-tuned checkpoint with this name. None after further fine-tuning."""
+        """Known checkpoint with this name. None if there is none, or after further fine-tuning."""
         marker = getattr(self.config, "block_attention", None)
         return None if marker or self.has_adapter else known_checkpoint(self.name)
 
@@ -89,8 +89,8 @@ class CheckpointModel(TunedModel):
         files = weight_files(self.name, self.commit)
         if files is None:
             raise UnsupportedModelError(
-                f"{self.name} has no weight files: expected model.safetensors or "
-                "pytorch_model.bin, or an index of several such files"
+                f"{self.name} has no weight files with a supported name: expected "
+                "model.safetensors or pytorch_model.bin, or an index of several such files"
             )
         return fingerprint_of_weights(
             files.digests(), self.config, self.dtype, self.tokenizer, self.profile.kinds
@@ -98,8 +98,8 @@ class CheckpointModel(TunedModel):
 
 
 def _as_loaded(config: Any) -> Any:
-    """Config of the loaded model: its language model's config, if transformers has a class for
-    it."""
+    """Config that the loaded model has. For a multimodal model, this is the language model's config
+    if transformers has a class for the language model."""
     text = config.get_text_config(decoder=True)
     loads_text = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     is_alone = getattr(loads_text, "config_class", None) is type(text) or text_class(text)

@@ -31,11 +31,11 @@ class ChosenAttention:
     """Attention of chosen tokens in a context to all earlier tokens and themselves.
 
     Attention is computed in chunks, so that memory does not grow with the number of tokens. Without
-    a window, all tokens of a chunk attend to every key before it, so only later keys need a mask.
+    a window, all tokens of a chunk attend to every key before the chunk, which needs no mask.
 
-    ``places`` are the indices of the ``chosen`` tokens, in order, as a tensor on the device.
-    ``windows``: Sliding window of each layer. ``has_causal_kernel``: Whether ``attend_causal`` may
-    be used.
+    ``chosen``: Sorted indices of the tokens in the context. ``places``: The same indices, as a
+    tensor on the device. ``windows``: Sliding window of each layer. ``has_causal_kernel``: Whether
+    ``attend_causal`` may be used.
     """
 
     takes_mask = False
@@ -103,10 +103,10 @@ class ChosenAttention:
     def _masked(
         self, start: int, first: int, inputs: AttentionInputs, window: int | None
     ) -> Tensor:
-        """Attention of the chunk at ``start`` to the keys from ``first`` to its last query's."""
+        """Attention of the chunk at ``start`` to the keys from ``first`` to the chunk's end."""
         query, key, value, scale, _, cap, sinks = inputs
         places = self._places[start : start + query.shape[2], None]
-        # Keys that all queries attend to need no mask.
+        # Keys before the chunk need no mask, because all queries attend to them.
         seen = self._chosen[start] - first if window is None else 0
         keys = self._keys[first + seen : first + key.shape[2]]
         visible = _visible(places, keys, window)
@@ -123,8 +123,9 @@ class MeasuredAttention(ChosenAttention):
     """Attention of the tokens after a context, which also sums the weight that each context token
     receives.
 
-    The weights are computed in float32, because they decide which tokens are chosen. ``layers``:
-    Indices of the layers to measure.
+    The weights are computed in float32, because they decide which tokens are chosen.
+
+    ``before``, ``after``: Number of tokens in the context, and after it. ``layers``: Layer indices.
     """
 
     def __init__(
@@ -169,6 +170,6 @@ class MeasuredAttention(ChosenAttention):
 
 
 def _visible(places: Tensor, keys: Tensor, window: int | None) -> Tensor:
-    """Whether tokens at ``places`` ``[tokens, 1]`` attend to the keys at ``keys`` ``[keys]``."""
+    """Mask ``[tokens, keys]``: True if a token at ``places`` ``[tokens, 1]`` attends to a key."""
     visible = places >= keys
     return visible if window is None else visible & (places - keys < window)

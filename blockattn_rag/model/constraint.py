@@ -39,9 +39,10 @@ class AnswerRules:
         return None if grammar is None else self._compiler.start(grammar)
 
     def matcher(self, grammar: Grammar | None, *, ends_loops: bool = False) -> Matching | None:
-        """Matcher for one answer; None without a grammar. Raises the errors of the compiler.
+        """Create a matcher for one answer. None without a grammar.
 
-        ``ends_loops``: Whether to end JSON strings, and text around JSON, that run into a loop.
+        ``ends_loops``: Whether to end JSON strings, and text around JSON, that repeat themselves.
+        Raises ``GrammarError`` if the grammar cannot be compiled.
         """
         if grammar is None:
             return None
@@ -74,7 +75,8 @@ class GrammarConstraint(LogitsProcessor):
 
     Args:
         matchers: Matcher of each prompt. None leaves the prompt's rows unconstrained.
-        pad: Padding token of rows that ended at a stop string, without a token from ``ends``.
+        ends: Tokens that end an answer.
+        pad: Padding token after answers that end without such a token, at a stop string.
         has_strays: Whether rows that are never returned may contain forbidden tokens, as in beam
             search and speculative decoding. The scores of these rows are not changed.
         on_failure: Callback for a grammar that fails; receives the prompt's index and the error.
@@ -122,16 +124,16 @@ class GrammarConstraint(LogitsProcessor):
                 result[index, self._ends] = 0.0
                 continue
             failure = GrammarError(
-                "No token is left for the answer, because other settings (such as eos_token_id, "
-                "bad_words_ids or suppress_tokens) forbid every token that the grammar allows"
+                "No token is left for the answer, because other settings forbid every token that "
+                "the grammar allows: check eos_token_id, bad_words_ids and suppress_tokens"
             )
             self._fail(index // beams, failure)
             result[index] = scores[index]
         return result
 
     def check_answer(self, row: Sequence[int], place: int = 0) -> None:
-        """Raise ``GrammarError`` if the finished answer to prompt ``place`` does not match its
-        grammar, because a custom decoding loop may bypass the constraint."""
+        """Raise ``GrammarError`` if the finished answer to prompt ``place`` contains a token that
+        its grammar forbids. A custom decoding loop may bypass the constraint."""
         if (matcher := self._matchers[place]) is not None:
             self._follow(until_end(row, self._ends), matcher, is_kept=True)
 
@@ -154,9 +156,8 @@ class GrammarConstraint(LogitsProcessor):
             length -= 1
         if is_kept and (length == len(row) or not matcher.follow(row[:length])):
             raise GrammarError(
-                f"An answer of {len(row)} tokens contains a token that its grammar forbids, "
-                "because another option, such as custom_generate, bypasses the grammar: remove "
-                "that option"
+                f"An answer of {len(row)} tokens contains a token that its grammar forbids: remove "
+                "options that bypass the grammar, for example custom_generate"
             )
         return False
 
@@ -168,5 +169,5 @@ class GrammarConstraint(LogitsProcessor):
 
 
 def until_end(row: Sequence[int], ends: Collection[int]) -> Sequence[int]:
-    """The tokens of a row before its first end token."""
+    """Return the tokens of a row before its first end token."""
     return row[: next((at for at, token in enumerate(row) if token in ends), len(row))]

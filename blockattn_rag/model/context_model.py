@@ -50,7 +50,7 @@ class ContextModel(TunedModel):
 
     @cached_property
     def _is_plain(self) -> bool:
-        """Whether relay is exact, and all attention is full, with neither soft caps nor sinks."""
+        """Whether all attention is full, without soft caps or sinks. Relay must be exact."""
         with self.lock:
             return relay_attention.is_plain(self.hf_model, self.profile)
 
@@ -64,7 +64,7 @@ class ContextModel(TunedModel):
 
     @cached_property
     def graph_runner(self) -> GraphRunner | None:
-        """Runner for single requests on a GPU. None if a test shows that it is not exact."""
+        """Runner for single requests on a GPU. None if it is not supported or not exact."""
         if self.device.type != "cuda" or not self.supports_relay:
             return None
         with self.lock:
@@ -73,7 +73,7 @@ class ContextModel(TunedModel):
     def choose_assembly(
         self, assembly: Assembly, final_tokens: int, contexts: Sequence[Context] = (Context(()),)
     ) -> Literal["relay", "copy"]:
-        """Resolve ``assembly`` for this model and a batch with final blocks of ``final_tokens``.
+        """Resolve ``assembly`` for a batch with final blocks of ``final_tokens`` tokens.
         Raises ``UnsupportedModelError`` for ``"relay"`` if the model does not support it."""
         if assembly == "relay" and not self.supports_relay:
             raise UnsupportedModelError(
@@ -87,7 +87,7 @@ class ContextModel(TunedModel):
         runner = self.graph_runner
         if len(contexts) > 1 or (runner is not None and all(map(runner.relay.reads, contexts))):
             return "relay"
-        # Without the runner, relay would concatenate the blocks, and launch more kernels.
+        # Without the runner, relay would also concatenate the blocks, and launch more kernels.
         is_slower = self.device.type != "cpu" and not self._is_plain
         return "copy" if is_slower or self.has_causal_kernel else "relay"
 
@@ -96,8 +96,8 @@ class ContextModel(TunedModel):
     ) -> DynamicCache | None:
         """Create a transformers cache with one context per row. The copy path pads on the left.
 
-        Returns None if all contexts are empty, unless the ``graph_runner`` runs the final block. A
-        hybrid model accepts one context, and gets the states after its first block.
+        Returns None if all contexts are empty, unless the ``graph_runner`` runs the final block.
+        For a hybrid model, pass one context; the cache then has the states after its first block.
         """
         hf_model, profile = self.hf_model, self.profile
         runner = self.graph_runner if assembly == "relay" and len(contexts) == 1 else None

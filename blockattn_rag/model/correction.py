@@ -38,14 +38,14 @@ from blockattn_rag.kv.rope import RotaryLayout, rotate
 from blockattn_rag.model.probe import StateOutline
 
 PLACES = (1, 2, 4, 8, 16, 32, 64)
-"""Upper bounds (exclusive) of groups of token indices that share a constant. One group follows."""
+"""Exclusive upper bounds of groups of indices that share a constant. A final group has no bound."""
 
 NUM_PLACES = len(PLACES) + 1
 
 
 class LayerCorrection(NamedTuple):
-    """Correction for one layer, in float32: ``weight`` ``[K, D, D]``, which row vectors of states
-    are multiplied by, and ``bias`` ``[K, NUM_PLACES, D]``."""
+    """Correction for one layer, in float32: ``weight`` ``[K, D, D]``, applied as
+    ``states @ weight``, and ``bias`` ``[K, NUM_PLACES, D]``."""
 
     weight: Tensor
     bias: Tensor
@@ -57,6 +57,7 @@ class Correction:
 
     Args:
         sink: Sink that was used for fitting. Blocks must be encoded with the same sink.
+        fingerprint: Fingerprint of the model.
     """
 
     layers: tuple[LayerCorrection, ...]
@@ -83,8 +84,8 @@ class Correction:
         return f"Correction({self.digest[:6]}, sink={self.sink!r})"
 
     def check_shapes(self, layers: Sequence[tuple[StateOutline, StateOutline]]) -> None:
-        """Raise ``ValueError`` if the correction does not match a model's number of layers and
-        tensor shapes (``AttentionProfile.layer_outlines``)."""
+        """Raise ``ValueError`` if the correction does not match the number of layers and the tensor
+        shapes of a model. ``layers``: The model's ``AttentionProfile.layer_outlines``."""
         if len(self.layers) != len(layers):
             raise ValueError(
                 f"The correction has {len(self.layers)} layers, expected {len(layers)} for this "
@@ -147,8 +148,8 @@ class Correction:
 def bare_states(
     keys: Tensor, values: Tensor, layout: RotaryLayout, positions: Sequence[int]
 ) -> Tensor:
-    """Keys ``[K, n, key size]``, rotated back from their positions, and values: ``[K, n, D]``,
-    float32."""
+    """Concatenate keys ``[K, n, key size]``, rotated back from their positions, and values. Returns
+    ``[K, n, D]``, float32."""
     bare = keys.float()
     if layout.rotates:
         bare = rotate(bare, *layout.cos_sin(-torch.tensor(positions), keys.device), layout)
@@ -171,7 +172,7 @@ def save_correction(correction: Correction, path: Path) -> None:
 
 
 def correction_bytes(correction: Correction) -> bytes:
-    """Contents of a correction's file.
+    """Serialize a correction to the contents of its file.
 
     Raises:
         ValueError: a number is not finite, or a shape is wrong.
@@ -204,7 +205,7 @@ def read_correction(path: Path) -> Correction:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError, RuntimeError) as error:
         # Safetensors raises RuntimeError for a file that was just deleted.
-        raise ValueError(f"{path} is not a correction file: {error}") from error
+        raise ValueError(f"Cannot read the correction file {path}: {error}") from error
     wrong = {name: metadata.get(name) for name in _FORMAT if metadata.get(name) != _FORMAT[name]}
     if wrong:
         raise ValueError(f"{path} is not a correction file: found {wrong}, expected {_FORMAT}.")

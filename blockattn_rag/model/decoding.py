@@ -28,7 +28,7 @@ class _AfterEachStep(StoppingCriteria):
     """Stopping criterion that reports each step's tokens, and ends finished rows or the run.
 
     A streamer would be too late: ``generate`` evaluates stopping criteria before it streams.
-    ``prompt_width`` includes padding.
+    ``prompt_width``: Number of tokens in each prompt, including padding.
     """
 
     def __init__(
@@ -86,10 +86,10 @@ def generate(
     matchers: Sequence[Matching | None] = (),
     on_failure: Callable[[int, GrammarError], object] | None = None,
 ) -> list[list[int]]:
-    """Generate answers to a batch of (context ids, final ids), both padded on the left.
+    """Generate answers to a batch of prompts, and pad context and final ids on the left.
 
-    The arguments are those of ``BlockModel.generate_batch``. Padding does not affect positions,
-    which count real tokens only.
+    The arguments are those of ``BlockModel.generate_batch``. Padding does not affect positions.
+    Raises ``ValueError`` for speculative decoding with a cache, or a grammar without an end token.
     """
     pad = _pad_token_id(hf_model, tokenizer)
     if cache is None:
@@ -119,7 +119,7 @@ def generate(
     constraint = None
     if any(matcher is not None for matcher in matchers):
         if not ends:
-            raise ValueError("A grammar requires an end token, but no eos_token_id is set")
+            raise ValueError("A grammar needs an end token, but no eos_token_id is set: pass an id")
         constraint = GrammarConstraint(
             matchers,
             width,
@@ -132,7 +132,7 @@ def generate(
         arguments["logits_processor"] = LogitsProcessorList(processors)
     if cache is not None and beams > 1:
         cache.batch_repeat_interleave(beams)
-    seed = sampling.seed  # A seeded run does not change the global random state.
+    seed = sampling.seed  # A seeded run must not change the global random state.
     with torch.inference_mode(), torch.random.fork_rng(enabled=seed is not None), isolated_caches():
         if seed is not None:
             torch.manual_seed(seed)
@@ -186,7 +186,7 @@ def greedy_answers(
 
 
 def _left_padded(rows: Sequence[Sequence[int]], pad: int) -> tuple[Tensor, Tensor]:
-    """Token ids ``[rows, width]``, and the attention mask: 1 for tokens, 0 for padding."""
+    """Pad on the left. Returns ids ``[rows, width]``, and a mask: 1 for tokens, 0 for padding."""
     ids = [torch.tensor(row, dtype=torch.long) for row in rows]
     pad_left = partial(pad_sequence, batch_first=True, padding_side="left")
     return pad_left(ids, padding_value=pad), pad_left([torch.ones_like(row) for row in ids])
@@ -269,7 +269,7 @@ def batches_exactly(hf_model: PreTrainedModel, sampling: Sampling) -> bool:
     """
     given = {*hf_model.generation_config.to_diff_dict(), *sampling.extra}
     seeded = sampling.seed is not None and bool(sampling.temperature or sampling.extra)
-    # Only plain end tokens are safe, neither None nor a tensor, whose length may differ.
+    # End tokens must be plain ids. None and tensors are not known to be safe.
     plain = isinstance(sampling.extra.get("eos_token_id", ()), (int, list, tuple))
     return given <= _BATCH_SAFE and plain and not seeded
 
@@ -294,5 +294,5 @@ def _pad_token_id(hf_model: PreTrainedModel, tokenizer: Any) -> int:
 
 
 def _with_end(ids: list[int], ends: set[int]) -> list[int]:
-    """Cut a row after its end token, which padding follows in rows that end early."""
+    """Cut a row after its first end token, because rows that end early are padded."""
     return ids[: len(until_end(ids, ends)) + 1]

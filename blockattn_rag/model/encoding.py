@@ -19,7 +19,7 @@ from blockattn_rag.model.probe import AttentionProfile, check_ready
 
 
 class EncodeRequest(NamedTuple):
-    """Token ids of one block, digest and handle of its KV, and token ids of its sink."""
+    """Block to encode: its token ids, the digest and handle of its KV, and its sink's token ids."""
 
     token_ids: list[int]
     digest: str
@@ -35,8 +35,8 @@ class EncodeRequest(NamedTuple):
 def batches(
     requests: Sequence[EncodeRequest], budget: int, limit: int
 ) -> Iterator[list[EncodeRequest]]:
-    """Group blocks of similar length, longest first, up to ``budget`` tokens including padding.
-    Raises ``ContextOverflowError`` if a block has more than ``limit`` tokens."""
+    """Group blocks into batches of similar length, longest first, of up to ``budget`` tokens with
+    padding. Raises ``ContextOverflowError`` if a block has more than ``limit`` tokens."""
     order = sorted(requests, key=lambda request: -request.num_tokens)
     if order and order[0].num_tokens > limit:
         first = order[0]
@@ -72,8 +72,8 @@ def encode_batch(
     check_ready(hf_model)
     rows = [torch.tensor([*request.sink_ids, *request.token_ids]) for request in batch]
     ids = pad_sequence(rows, batch_first=True)
-    # Tokens beyond sliding windows are also needed, because the block may end up right before the
-    # final block.
+    # Keep tokens beyond sliding windows: windows end with the padding here, but in a prompt, the
+    # final block may directly follow the block.
     cache = new_cache(hf_model.config)
     hf_model(
         input_ids=ids.to(hf_model.device),

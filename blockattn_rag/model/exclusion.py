@@ -1,4 +1,4 @@
-"""Locks that serialize requests to a model, and prevent random draws during a seeded run."""
+"""Locks that serialize the use of a model, and prevent other random draws in a seeded run."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def turn_to_draw(lock: ModelLock, *, alone: bool) -> Iterator[None]:
     that draw random numbers, because they would advance its state or use its seed. Runs without a
     seed may draw concurrently. Draws outside this package are not prevented.
 
-    Never wait for one of the two while holding the other; that would deadlock.
+    Never wait for the lock while holding the right to draw, or vice versa; that would deadlock.
     """
     while True:
         with _draws.entered(alone=alone):
@@ -90,7 +90,7 @@ def turn_to_draw(lock: ModelLock, *, alone: bool) -> Iterator[None]:
 
 
 class _Draws:
-    """Lock that admits one thread exclusively, or any number of threads together.
+    """Readers-writer lock, which admits one thread exclusively, or any number of threads together.
 
     Reentrant: a thread that holds the lock may acquire it again in the same mode.
     """
@@ -99,7 +99,7 @@ class _Draws:
         self._changed = threading.Condition()
         self._depths: dict[int, int] = {}  # Nesting depth of each thread that holds the lock.
         self._is_alone = False
-        self._waiting = 0  # Number of threads waiting for exclusive access. Later threads queue.
+        self._waiting = 0  # Number of threads waiting for exclusive access, which has priority.
 
     @contextmanager
     def entered(self, *, alone: bool) -> Iterator[None]:

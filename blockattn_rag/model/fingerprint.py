@@ -1,4 +1,4 @@
-"""Model fingerprints: weights, config, dtype, active adapters and tokenizer.
+"""Model fingerprints: hashes of weights, config, dtype, active adapters and tokenizer.
 
 Unchanged weights are identified by the bytes of the files that they were loaded from. A server that
 does not load the model with transformers therefore computes the same fingerprint. All other weights
@@ -52,8 +52,8 @@ def fingerprint_of(
     replaced ``forward`` methods and attributes set on modules are not covered.
 
     Args:
-        kinds: Kinds of the model's layers. Attention layers, and layers that share keys and values,
-            add nothing to the fingerprint.
+        kinds: Kinds of the model's layers. They are part of the fingerprint only if some layers
+            have latents, a state or no cache.
         files: Files that the weights were loaded from. Default: hash all tensors of the model.
     """
     weights = weights_digest(hf_model) if files is None else files.digests()
@@ -69,8 +69,8 @@ def fingerprint_of_weights(
     kinds: Sequence[LayerKind],
     adapters: dict[str, Any] | None = None,
 ) -> str:
-    """Fingerprint of a model that need not be loaded. ``weights``: Digests of its weights or weight
-    files."""
+    """Compute a model's fingerprint without loading the model. ``weights``: Digest of its weights,
+    or digests of its weight files."""
     contents = {
         "kv_version": KV_VERSION,
         "config": _settled(config.to_dict()),
@@ -88,7 +88,7 @@ def fingerprint_of_weights(
 
 
 def snapshot(hf_model: PreTrainedModel) -> tuple[Any, ...]:
-    """Snapshot of a model's config, active adapters and weights, to be compared with a later one.
+    """Take a snapshot of a model's config, active adapters and weights, to detect later changes.
 
     Weights are compared by address and write count, which is cheap enough to do for every batch.
     Two kinds of writes are not detected: those that bypass PyTorch's write count
@@ -154,7 +154,7 @@ def weights_digest(hf_model: nn.Module) -> str:
     against mistakes, not against attackers, who could replace the model itself.
     """
     digest = xxhash.xxh3_128()
-    known: dict[tuple[Any, ...], str] = {}  # Known contents, so that tied weights are read once.
+    known: dict[tuple[Any, ...], str] = {}  # Digests by address, to read tied weights once.
     state = {
         **hf_model.state_dict(),
         **dict(hf_model.named_buffers()),
@@ -183,7 +183,7 @@ def _content(value: Any, known: dict[tuple[Any, ...], str]) -> Any:
     if isinstance(value, Tensor):
         if not _is_plain(value) or not value.numel():
             return _tensor_digest(value)
-        # Includes the device, because different weights may have the same address on two GPUs.
+        # Include the device, because different weights may have the same address on two GPUs.
         place = (value.device, value.data_ptr(), tuple(value.shape), value.stride(), value.dtype)
         if place not in known:
             known[place] = _tensor_digest(value)

@@ -25,7 +25,7 @@ logger = logging.getLogger("blockattn_rag.model.gguf")
 
 SMOLLM2 = "smollm2"
 _SHARD_BYTES = 1 << 30
-"""Number of bytes of dequantized weights that are written to one file."""
+"""Approximate size of each file of dequantized weights, in bytes."""
 # Errors that the GGUF reader raises for damaged or unsupported files.
 _UNREADABLE = (
     *(ValueError, LookupError, TypeError, AttributeError, OverflowError, NotImplementedError),
@@ -53,8 +53,8 @@ def dequantized(file: Path) -> Path:
     """Convert a GGUF file to a folder with the float32 model, its config and its tokenizer.
 
     The first conversion takes seconds to minutes. The folder is kept in ``state_folder()``, is
-    named after the file's digest, and takes 4 bytes per weight. Weights are converted in parts, so
-    they do not have to fit in memory.
+    named after the file's digest, and takes 4 bytes per weight. Raises ``ImportError`` if a package
+    is missing, and ``ValueError`` if transformers cannot read the file.
     """
     if not file.is_file():
         raise FileNotFoundError(f"No such GGUF file: {file}")
@@ -68,7 +68,7 @@ def dequantized(file: Path) -> Path:
 
 @lru_cache(maxsize=8)
 def _digest(file: Path, state: tuple[int, ...]) -> str:  # noqa: ARG001 - part of the cache key
-    """Cached SHA-256 of a file, because a model's name is resolved several times while it loads."""
+    """SHA-256 of a file, cached because a model's name is resolved several times while it loads."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
@@ -93,7 +93,7 @@ def _dequantize(file: Path, folder: Path) -> None:
             if not folder.is_dir():  # If the folder exists, another process finished first.
                 raise
     except _UNREADABLE as error:
-        raise ValueError(f"transformers cannot read {file}: {error}") from error
+        raise ValueError(f"Transformers cannot read {file}: {error}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     sync(folder.parent)
@@ -115,7 +115,7 @@ def _write_model(file: Path, folder: Path) -> None:
     if _has_own_reader(architecture):
         _plain_model(file).save_pretrained(folder)
         return
-    with torch.device("meta"):  # allocates no memory
+    with torch.device("meta"):  # Meta tensors take no memory.
         skeleton = AutoModelForCausalLM.from_config(config)
     processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(
         config=load_gguf_checkpoint(str(file))["config"]
@@ -170,7 +170,7 @@ def _plain_model(file: Path) -> Any:
     config = copy.deepcopy(loaded.config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
-    with torch.device("meta"):  # allocates no memory
+    with torch.device("meta"):  # Meta tensors take no memory.
         plain = AutoModelForCausalLM.from_config(config)
     plain.load_state_dict(loaded.state_dict(), assign=True)
     plain.generation_config = loaded.generation_config

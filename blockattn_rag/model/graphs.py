@@ -73,7 +73,7 @@ def record(compute: Callable[[], Tensor], device: torch.device, pool: Any) -> Re
 
 
 class _Inputs:
-    """Inputs of a captured forward pass over ``tokens`` tokens. The last ones may be padding."""
+    """Inputs of a captured forward pass over ``tokens`` tokens. The last tokens may be padding."""
 
     def __init__(self, tokens: int, device: torch.device) -> None:
         with torch.inference_mode(mode=False):
@@ -123,11 +123,11 @@ class GraphRunner:
         """Run one forward pass over the cache. The caller must hold the model's lock."""
         ids: Tensor = kwargs["input_ids"]
         tokens = ids.shape[1]
-        # A captured forward pass has one token, or a power of two.
+        # The number of tokens in a captured forward pass is a power of two.
         width = 1 if tokens == 1 else max(_LEAST_TOKENS, 1 << (tokens - 1).bit_length())
         is_captured = self.captures and width <= MOST_TOKENS and _is_plain(kwargs, tokens)
         device = self.relay.device
-        # Kernels are launched on the current device.
+        # Triton launches kernels on the current device, which may differ from the relay's.
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             self.begin(cache, width if is_captured else tokens)
             out = self._replayed(forward, cache, ids, width) if is_captured else None
@@ -152,7 +152,7 @@ class GraphRunner:
             self._address = self.relay.tail_address
 
     def _replayed(self, forward: Forward, cache: GraphCache, ids: Tensor, width: int) -> Any:
-        """Output of a forward pass that a graph computes. None if it cannot be captured."""
+        """Run a forward pass as a graph, captured on first use. None if it cannot be captured."""
         start = cache.get_seq_length()
         if width in self._graphs:
             inputs, recording = self._graphs[width]
@@ -170,9 +170,9 @@ class GraphRunner:
                 )
             except torch.OutOfMemoryError:
                 raise
-            except Exception as error:  # noqa: BLE001 -- such as a device synchronization
+            except Exception as error:  # noqa: BLE001 -- for example a device synchronization
                 self.captures = False
-                _logger.warning("CUDA graphs are turned off, because one failed: %s", error)
+                _logger.warning("CUDA graphs are disabled, because a capture failed: %s", error)
                 return None
             self._graphs[width] = inputs, recording
         return CausalLMOutputWithPast(logits=recording.result.clone(), past_key_values=cache)
@@ -198,7 +198,7 @@ class _SlotLayer(DynamicLayer):
 
 
 class GraphCache(ContextCache):
-    """Cache of one request for a ``GraphRunner``. Its tail begins with the first forward pass."""
+    """Cache of one request for a ``GraphRunner``. Its tail is empty at first."""
 
     def __init__(self, context: Context, runner: GraphRunner) -> None:
         super().__init__()
@@ -244,7 +244,7 @@ class GraphCache(ContextCache):
 
 
 def _is_plain(kwargs: dict[str, Any], tokens: int) -> bool:
-    """Whether a forward pass must return only the logits after its last token."""
+    """Whether a forward pass has only ``_ARGUMENTS``, and needs only the last token's logits."""
     others = (value for name, value in kwargs.items() if name not in _ARGUMENTS)
     # Compare by identity, because a tensor of several elements has no truth value.
     asks_more = any(value is not None and value is not False for value in others)

@@ -1,7 +1,7 @@
 """Layer kinds, which describe the tensors that each layer of a model caches.
 
-Kinds are measured when a model is loaded: from its cache after a short forward pass, and from the
-cached values that change at other positions. Model names are not used.
+Kinds are measured when a model is loaded: from the caches and the attention inputs of its layers
+in a short forward pass. Model names are not used.
 """
 
 from __future__ import annotations
@@ -106,7 +106,8 @@ class SeenAttention(NamedTuple):
 
     Args:
         keys, values: Keys and values. Layers that share keys have the same tensor.
-        sees: Whether a query sees a key, given their positions. None: the mask is unknown.
+        sees: Function that returns whether a query position attends to a key position. None: the
+            mask is unknown.
         settings: Names of the score settings that the model passes: ``"softcap"``, and ``"s_aux"``
             for attention sinks.
     """
@@ -154,7 +155,7 @@ def seen_attention(hf_model: PreTrainedModel) -> Iterator[dict[int, SeenAttentio
         own = ALL_MASK_ATTENTION_FUNCTIONS[original](*args, **kwargs)
         if "mask_function" not in kwargs:
             return own
-        # Flash and flex attention use other types of masks, or none.
+        # Flash and flex attention build no mask tensor, so build one to match it to layers.
         made: Any = own if isinstance(own, Tensor) else sdpa_mask(*args, **kwargs)
         masks.append((made, own, partial(_sees, kwargs["mask_function"])))
         return made
@@ -240,15 +241,15 @@ def _measured(
         has_state = isinstance(layer, LinearAttentionLayer) and bool(states_of(layer))
         if keeps:
             attention: Attention = "full" if window is None else "windowed"
-            # Otherwise, the keys are computed from cached latents.
+            # Keys of another size than the cached keys are computed from cached latents.
             if keys is not None and keys.shape[-1] != layer.keys.shape[-1]:
                 attention = "latent"
             return LayerKind(attention, window, has_state)
         if has_state:
             return LayerKind("none", has_state=True)
-    elif keeps or type(layer).__name__ != "DummyLayer":  # Not in transformers 5.19.
+    elif keeps or type(layer).__name__ != "DummyLayer":  # Transformers 5.19 lacks the class.
         name = type(layer).__name__
-        about = _REFUSED.get(name, f"caches its state in a {name}, which is not supported")
+        about = _REFUSED.get(name, f"a cache of the type {name}, which is not supported")
         raise refusal(hf_model, f"layer {index} has {about}")
     if keys is None:
         return LayerKind("none")
@@ -257,7 +258,7 @@ def _measured(
 
 
 def states_of(layer: LinearAttentionCacheLayerMixin) -> list[Tensor]:
-    """Convolution and recurrent states that a cache's layer has computed."""
+    """Return the convolution and recurrent states that are set in a layer of a cache."""
     states = (*layer.conv_states.values(), *layer.recurrent_states.values())
     return [state for state in states if state is not None]
 

@@ -77,7 +77,7 @@ def resolve_name(model: str | Path) -> str:
 
 
 def _hub(model: str | Path) -> AbstractContextManager[None]:
-    """Context for loading a model, with one-sentence errors for the hub; see ``hub.hub_errors``."""
+    """Context that shortens errors of the hub to one sentence; see ``hub.hub_errors``."""
     name = str(model)
     if name == SMOLLM2:
         return hub_errors(name, is_local=is_gguf(Path(smollm2())), fix=_INSTALL_SMOLLM2)
@@ -99,9 +99,9 @@ def commit_of(model: str | Path, revision: str | None = None) -> str | None:
 
 
 def load_tokenizer(model: str | Path, *, revision: str | None = None) -> Any:
-    """Load the tokenizer for a model name or path. It adds no BOS if the model was trained without.
+    """Load the tokenizer for a model name or path, or from a folder that only has a tokenizer.
 
-    A folder may contain only the tokenizer.
+    The tokenizer adds no BOS token if the model is known to have been trained without it.
     """
     holds_one = (Path(model).expanduser() / _TOKENIZER_FILE).is_file()
     name = os.path.expanduser(model) if holds_one else resolve_name(model)
@@ -143,17 +143,18 @@ def load_model(
     Args:
         model: Path, hub id, ``"bundled"``, ``"smollm2"``, GGUF file, or path of a LoRA adapter,
             which is merged into its base.
-        device: torch device. ``"auto"``: CUDA if available, else Apple's MPS, else the CPU.
+        device: PyTorch device. ``"auto"``: see ``default_device``.
         dtype: Type of the weights: a torch dtype, or ``"int8"`` or ``"nf4"`` to quantize them at
             load (``quantized.WEIGHTS``). ``"auto"``: the checkpoint's dtype, but on the CPU, 16-bit
-            types of plain weights become float32.
+            types of unquantized weights become float32.
         revision: Hub revision. Default: the main branch.
-        kwargs: Arguments of ``from_pretrained``, such as ``device_map``.
+        kwargs: Further arguments of ``from_pretrained``, for example ``device_map``.
 
     Raises:
         FileNotFoundError: see ``resolve_name``.
         OSError: the hub cannot be reached, or does not provide the model.
         ImportError, UnsupportedModelError: see ``quantized.check_quantization``.
+        ValueError: ``dtype`` would quantize weights again, or an adapter's base is quantized.
     """
     name = resolve_name(model)
     target = _target(device, kwargs.get("device_map"))
@@ -179,7 +180,7 @@ def load_model(
 
 
 def _target(device: str, device_map: Any) -> str:
-    """Device that weights are loaded to, or the device map as text if it has several devices."""
+    """Device that weights are loaded to, or the device map as text."""
     if device_map is None:
         return default_device() if device == "auto" else str(device)
     only_cpu = device_map == {"": "cpu"} or not torch.accelerator.is_available()
@@ -189,7 +190,7 @@ def _target(device: str, device_map: Any) -> str:
 def load_with_files(
     model: str | Path, commit: str | None, *, dtype: str | torch.dtype = "auto", **kwargs: Any
 ) -> tuple[PreTrainedModel, WeightFiles | None]:
-    """Load a model with the arguments of ``load_model``, and locate its weight files.
+    """Load a model with the arguments of ``load_model``. Returns the model and its weight files.
 
     The files are None if the weights differ from them, because an adapter was merged, or because
     the weights were quantized or dequantized. ``commit``: Result of ``commit_of``.
@@ -202,22 +203,22 @@ def load_with_files(
         # Record the files before loading, because a file may be replaced during loading.
         files = weight_files(model)
     loaded = load_model(model, dtype=dtype, revision=commit, **kwargs)
-    # Quantized weights use different kernels than on a server, or are dequantized.
+    # A server runs quantized weights with other kernels, and some are dequantized while loading.
     if is_changed or hasattr(loaded, "peft_config") or quantization_of(loaded.config):
         return loaded, None
-    if not is_local and commit is not None:  # Loading downloads the files of the commit.
+    if not is_local and commit is not None:  # Loading has downloaded the commit's files.
         files = weight_files(model, commit)
     return loaded, files
 
 
 def weight_files(model: str | Path, commit: str | None = None) -> WeightFiles | None:
-    """Weight files of a model: ``WeightFiles.of``, with one-sentence errors for the hub."""
+    """Find a model's weight files with ``WeightFiles.of``, and shorten errors of the hub."""
     with _hub(model):
         return WeightFiles.of(resolve_name(model), commit)
 
 
 def default_device() -> str:
-    """Device for ``"auto"``: ``$BLOCKATTN_RAG_DEVICE`` if set, else an accelerator or the CPU."""
+    """Device for ``"auto"``: ``$BLOCKATTN_RAG_DEVICE``, else CUDA, Apple's MPS or the CPU."""
     if device := os.environ.get("BLOCKATTN_RAG_DEVICE"):
         return device
     if torch.cuda.is_available():
@@ -231,10 +232,10 @@ def is_adapter(name: str) -> bool:
 
 
 def _adapter(name: str) -> dict[str, Any]:
-    """``base`` of a LoRA adapter (a path, hub id or ``"bundled"``), and its ``tuning`` marker.
+    """Read a LoRA adapter's ``base`` (path, hub id or ``"bundled"``), and its ``tuning`` marker.
 
-    Read from the adapter's config and the file ``SIDECAR``, which our training writes because other
-    programs may reject unknown keys in the config. Empty for other models.
+    Both are in the adapter's config, or in the file ``SIDECAR``, which this package's training
+    writes because other programs may reject unknown keys in the config. Empty for other models.
     """
     if not is_adapter(name):
         return {}
@@ -264,7 +265,7 @@ def _load_adapter(
         if dtype in WEIGHTS or quantization_of(base_config) or "quantization_config" in kwargs:
             raise ValueError(
                 f"{name} is a LoRA adapter, which cannot be merged into quantized weights: merge "
-                "it into the original base model, save the result, and load that"
+                "it into the unquantized base model, save the merged model, and load it"
             )
         arguments = loading_arguments(adapter["base"], base_config, dtype, target) | kwargs
         loaded = auto_class(base_config).from_pretrained(base_name, **arguments)

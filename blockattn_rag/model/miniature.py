@@ -61,8 +61,8 @@ _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 def miniature(config: Any) -> PreTrainedModel:
     """Build a tiny random model with a config's architecture, in float32 and evaluation mode.
 
-    Weights have a large variance, so that attention is far from uniform. Raises any exception if
-    the architecture cannot be built at this size.
+    Weights have a large variance, so that attention is far from uniform. If the architecture cannot
+    be built at this size, model code may raise any exception.
     """
     config = config.get_text_config(decoder=True)
     return _built(config, shrunk(config))
@@ -72,7 +72,7 @@ def _built(config: Any, fields: dict[str, Any]) -> PreTrainedModel:
     small = type(config).from_dict({**fields, "quantization_config": None})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        # Some language models have no class of their own, and only exist in a multimodal model.
+        # Some language models have no causal class of their own, but only a multimodal one.
         auto: Any = auto_class(small) if text_class(small) else AutoModel
         model: PreTrainedModel = auto.from_config(small, dtype=torch.float32)
         with torch.no_grad():
@@ -107,8 +107,8 @@ def check_architecture(config: Any) -> AttentionProfile | None:
 def profile_config(config: Any, dtype: torch.dtype) -> AttentionProfile:
     """Measure what a model with keys and values in ``dtype`` caches, from its config.
 
-    Runs a miniature with all layers of the model, its head sizes and its rotary embeddings on the
-    CPU. This takes seconds and a few hundred megabytes for a model of any size. Raises
+    Runs a narrow model with all layers, the head sizes and the rotary embeddings of the original on
+    the CPU. This takes seconds and a few hundred megabytes for a model of any size. Raises
     ``UnsupportedModelError`` if models of this architecture cannot run in block mode, or cannot be
     measured without weights.
     """
@@ -143,7 +143,7 @@ def profile_config(config: Any, dtype: torch.dtype) -> AttentionProfile:
 
 
 def _head_size(config: Any) -> int:
-    """Size of any layer's keys, or of its rotary keys in latent attention."""
+    """Size of the keys of one layer. In latent attention, the size of its rotary keys."""
     fields = config.to_dict()  # Attributes that differ between layers cannot be read.
     size = fields.get("qk_rope_head_dim") or fields.get("head_dim")
     size = size or getattr(config, "head_dim", None)

@@ -20,7 +20,7 @@ _TOKENS = 8
 
 
 def auto_class(config: Any) -> Any:
-    """Auto class of transformers that loads a config's model: for text, or for images and text."""
+    """Return the auto class that loads a config's model: for text only, or for images and text."""
     is_multimodal = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     if is_multimodal and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return AutoModelForImageTextToText
@@ -42,8 +42,8 @@ def keep_settings(config: Any, text: Any) -> None:
 def language_model(loaded: PreTrainedModel) -> PreTrainedModel:
     """Extract the language model from a multimodal model, without the image and sound parts.
 
-    Returns ``loaded`` itself if it is not multimodal, or if its language model has no class or
-    computes different logits. The other parts then stay in memory unused.
+    Returns ``loaded`` itself if it is not multimodal, or if the language model has no class in
+    transformers or computes different logits alone. Unused parts then stay in memory.
     """
     config: Any = loaded.config
     text = config.get_text_config(decoder=True)
@@ -67,7 +67,7 @@ def _alone(loaded: PreTrainedModel, kind: type[PreTrainedModel]) -> PreTrainedMo
     """Create a model of class ``kind`` with the decoder and the output layer of ``loaded``."""
     source: Any = loaded
     decoder = source.get_decoder()
-    with torch.device("meta"):  # allocates no memory
+    with torch.device("meta"):  # Meta tensors take no memory.
         alone: Any = kind(decoder.config)
     setattr(alone, alone.base_model_prefix, decoder)
     alone.set_output_embeddings(source.get_output_embeddings())

@@ -24,7 +24,7 @@ logger = logging.getLogger("blockattn_rag")
 
 # Maximum share of free memory for packed weights, which are a second copy.
 _SHARE_OF_MEMORY = 0.25
-# Numbers of input rows for which packed weights are faster (benchmarks/packing.py).
+# Numbers of input rows for which packed weights are faster (``benchmarks/packing.py``).
 _PACKED_ROWS = range(4, 256)
 
 
@@ -32,7 +32,7 @@ class _PackedForward:
     """Replacement for a linear layer's ``forward``."""
 
     def __init__(self, linear: nn.Linear) -> None:
-        # A strong reference would be a cycle, which keeps the layer's weights in memory.
+        # A strong reference would create a cycle, which would keep the layer's weights in memory.
         self._linear = weakref.ref(linear)
         self._packed: Tensor | None = None
         self._made_of: tuple[int, int] | None = None
@@ -45,7 +45,7 @@ class _PackedForward:
         linear: Any = self._linear()
         weight, rows = linear.weight, input.numel() // input.shape[-1]
         if torch.is_grad_enabled() or not _is_plain(weight):
-            # The layer is being trained or was moved. Writes by an optimizer are not detected.
+            # Drop the copy if the layer is trained or moved: optimizer steps are not detected.
             self._packed = None
         elif rows in _PACKED_ROWS and _takes(input) and _is_available():
             return self.product(input)
@@ -104,7 +104,7 @@ def _packed_linear(input: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor
 
 @cache
 def _is_available() -> bool:
-    """Whether this build of PyTorch packs weights correctly, with functions that are not public."""
+    """Whether this build of PyTorch packs weights correctly, with its private functions."""
     if platform.machine().lower() not in ("x86_64", "amd64"):
         return False
     generator = torch.Generator().manual_seed(0)

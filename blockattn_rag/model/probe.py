@@ -31,7 +31,7 @@ from blockattn_rag.model.kinds import (
 # Rounding errors are far smaller, and wrong computations have errors near 1. Tolerances for 16-bit
 # types are wide, because cosine and sine are also rounded, and errors accumulate over layers.
 LOGITS = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 3e-2, torch.bfloat16: 0.15}
-"""Tolerances for logits: block mode vs. the oracle, and relay vs. copy."""
+"""Tolerances for comparing logits: block mode with the oracle, and the relay with the copy path."""
 LOGITS_OF_OTHER_DTYPES = max(LOGITS.values())
 # Tolerances for keys and values are wider, because the rounding of angles depends on the position.
 _STATES = LOGITS | {torch.float64: 1e-3, torch.float32: 1e-3}
@@ -59,7 +59,7 @@ class AttentionProfile:
         layouts: Rotary layout of each layer that stores keys and values. Layers with equal layouts
             share one object.
         max_context_tokens: Maximum length of prompt plus answer for which positions are exact.
-        token_outline: The model's ``BlockKV.token_outline``.
+        token_outline: ``BlockKV.token_outline`` of the model's blocks.
         key_error, value_error: Maximum relative errors measured by the probe.
     """
 
@@ -90,7 +90,7 @@ class AttentionProfile:
 @torch.inference_mode()
 def profile_attention(hf_model: PreTrainedModel) -> AttentionProfile:
     """Measure a model's attention. Raises ``UnsupportedModelError`` with the reason if block mode
-    would change this model's answers."""
+    is not exact for the model."""
     if hf_model.config.is_encoder_decoder:
         raise refusal(
             hf_model, "it is an encoder-decoder model, but block mode requires a decoder-only model"
@@ -203,9 +203,9 @@ def _refuse_foresight(
 def _refuse_other_positions(hf_model: PreTrainedModel, kinds: Sequence[LayerKind]) -> None:
     """Reject a model without rotary positions, unless it has no positions at all.
 
-    In a model without positions, the order of cached tokens has no effect, and equal tokens have
-    equal keys. The first check detects distance biases (ALiBi). The second check detects positions
-    that are added to embeddings or affect a state.
+    In a model without positions, equal tokens have equal keys, and the order of cached tokens has
+    no effect. The first check detects positions that are added to embeddings. It does not apply to
+    hybrid models, whose states change keys. The second check detects distance biases (ALiBi).
     """
     if not any(kind.has_state for kind in kinds):
         cache = probe_cache(hf_model, repeated=True)
@@ -237,7 +237,7 @@ def probe_cache(
     repeated: bool = False,
 ) -> DynamicCache:
     """Run a forward pass over fixed probe tokens at ``offset``, and return its cache. ``repeated``:
-    use a single token repeatedly. Raises ``ProbeError`` if the model cannot run the probe."""
+    Whether all tokens are equal. Raises ``ProbeError`` if the model cannot run the probe."""
     check_ready(hf_model)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(vocabulary_size(hf_model), (1, _PROBE_TOKENS), generator=generator)
@@ -253,9 +253,8 @@ def probe_cache(
 
 
 def check_ready(hf_model: PreTrainedModel) -> None:
-    """Raise ``ValueError`` for settings that change keys and values without changing the
-    fingerprint: training mode, and autocast. Autocast only applies to one thread, but KV is shared
-    with other threads and processes."""
+    """Raise ``ValueError`` in training mode and under autocast, which change keys and values
+    without changing the fingerprint."""
     if hf_model.training:
         raise ValueError(
             f"{type(hf_model).__name__} is in training mode, in which keys and values are random "
@@ -277,7 +276,7 @@ def vocabulary_size(hf_model: PreTrainedModel) -> int:
 
 
 def _frequencies(hf_model: PreTrainedModel) -> list[Tensor]:
-    """Distinct RoPE frequency tables in the model's buffers."""
+    """Return the distinct RoPE frequency tables of a model, from its buffers or its config."""
     tables: list[Tensor] = []
     config: Any = hf_model.config.get_text_config(decoder=True)
     if size := getattr(config, "rotary_dim", None):

@@ -38,9 +38,9 @@ _MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of malloc.h
 # Attribute of bitsandbytes' 4-bit layers that enables a kernel. The kernel requires a multiple of
 # 32 outputs, and complete blocks of inputs.
 _CPU_KERNEL, _KERNEL_ROWS = "support_avx512bf16_for_cpu", 32
-# transformers dequantizes these at load, but only on machines without a GPU.
+# Methods whose weights transformers dequantizes at load, but only on machines without a GPU.
 _DEQUANTIZED_ON_CPU = ("fp8", "mxfp4")
-# transformers dequantizes these in the first forward pass, which would change loaded weights.
+# Methods whose weights would be dequantized, and thereby changed, in the first forward pass.
 _DEQUANTIZED = ("compressed-tensors",)
 
 
@@ -71,7 +71,7 @@ def check_quantization(name: str, settings: Mapping[str, Any]) -> None:
     if method != "bitsandbytes" and method not in AUTO_QUANTIZATION_CONFIG_MAPPING:
         raise UnsupportedModelError(
             f"{name} is quantized with {method!r}, which this version of transformers does not "
-            "support: use another checkpoint of the model."
+            "support: update transformers, or use another checkpoint of the model."
         )
     packages = ("accelerate", *_PACKAGES.get(method, ()))
     modules = {package: _MODULES.get(package, package.replace("-", "_")) for package in packages}
@@ -88,7 +88,7 @@ def loading_arguments(
 ) -> dict[str, Any]:
     """Arguments for ``from_pretrained``: the dtype, and how to quantize or dequantize weights.
 
-    On the ``"cpu"``, the dtype ``"auto"`` is float32, unless the weights stay quantized.
+    With ``"auto"``, the dtype on the CPU is float32, unless the weights stay quantized.
     """
     settings = quantization_of(config)
     check_quantization(name, settings)
@@ -154,7 +154,7 @@ def small_heap() -> Iterator[None]:
 
 
 def allow_all_shapes(hf_model: nn.Module) -> None:
-    """Disable a kernel of bitsandbytes for layers whose shape it does not support."""
+    """Disable bitsandbytes' CPU kernel in layers whose shapes the kernel does not support."""
     for module in hf_model.modules():
         if hasattr(module, _CPU_KERNEL):
             layer: Any = module

@@ -37,8 +37,8 @@ from blockattn_rag.model.relay_attention import (
 
 
 def tokens_to_recompute(lengths: Sequence[int], may_change: Sequence[bool], share: float) -> int:
-    """Number of tokens that ``recompute`` recomputes, which is the same for every question: a share
-    of the tokens in context blocks that may change."""
+    """Number of tokens that ``recompute`` recomputes: a share of the tokens in context blocks that
+    may change. It does not depend on the question."""
     return round(share * sum(compress(lengths, may_change)))
 
 
@@ -105,8 +105,7 @@ def with_recomputed(
     keys, values = [], []
     layers = cache.layers
     for kind in kinds:
-        # Copy each layer, because the cache has room for more tokens. Only one layer exists twice
-        # at a time.
+        # Copy tensors without their free space, one layer at a time to save memory.
         layer = layers.pop(0)
         if kind.stores:
             keys.append(layer.keys[0].clone())
@@ -154,7 +153,7 @@ def can_recompute(model: BlockModel | CheckpointModel) -> bool:
     if isinstance(model, CheckpointModel):
         config: Any = model.config.get_text_config(decoder=True)
         rotary = getattr(config, "rope_parameters", None) or {}
-        # Older transformers releases leave out layers that share keys and values.
+        # In older transformers releases, `kinds` lacks the layers that share keys and values.
         has_all_layers = len(kinds) == config.num_hidden_layers
         is_plain = has_all_layers and all(k.is_attention and k.window is None for k in kinds)
         return is_plain and "mrope_section" not in rotary
@@ -184,11 +183,11 @@ def attention_to_context(
     cache: ContextCache | None = None,
     layers: Collection[int] | None = None,
 ) -> Tensor:
-    """Measure the attention of the final block to each context token: ``[tokens]`` float32, summed
-    over layers (default: ``measured_layers``), and averaged over heads and the final block's
-    tokens.
+    """Measure the attention of the final block to each context token.
 
-    ``cache``: A copied cache of the context that keeps all tokens. It is unchanged afterwards.
+    Returns ``[tokens]``, float32: summed over ``layers`` (default: ``measured_layers``), averaged
+    over heads and the final block's tokens. ``cache``: Copied cache of the context that keeps all
+    tokens. It is unchanged afterwards.
     """
     if cache is None:
         cache = _copied(model, context)
@@ -206,8 +205,8 @@ def attention_to_context(
 
 
 def measured_layers(windows: Mapping[int, int | None]) -> list[int]:
-    """The last third of the layers without sliding windows, because most passages lie outside a
-    window. If all layers have windows, the last third of all layers."""
+    """Return the last third of the layers without sliding windows, because most passages lie
+    outside a window. If all layers have windows, return the last third of all layers."""
     layers = [layer for layer, window in windows.items() if window is None] or [*windows]
     return layers[2 * len(layers) // 3 :]
 

@@ -54,7 +54,7 @@ from blockattn_rag.model.probe import (
 )
 
 OTHER_ATTENTION = "custom layers, masks or attention code"
-"""Reason why a model does not support relay attention, used in messages."""
+"""Reasons why a model may not support relay attention, used in messages."""
 
 _PREFIX = "blockattn_relay_"
 _logger = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ class CausalAttention:
 
     def attend(self, _: int, inputs: AttentionInputs) -> Tensor:
         """See ``RelayPlan.attend``. ``inputs`` contain the keys and values of context and tail."""
-        assert inputs.cap is None  # see `is_plain`
+        assert inputs.cap is None  # Checked by `is_plain`.
         assert inputs.sinks is None
         return attend_causal(inputs.query, inputs.key, inputs.value, inputs.scale)
 
@@ -121,8 +121,8 @@ def _mask_function(original: str) -> Any:
         own = _running_attention()
         if own is None:
             if original == "sdpa" and getattr(kwargs.get("config"), "num_kv_shared_layers", None):
-                # Without a mask, attention would be causal unless it is named "sdpa". That is wrong
-                # if shared layers only compute the last tokens.
+                # Without a mask, transformers assumes causal attention for names other than "sdpa".
+                # That is wrong if shared layers only compute the last tokens.
                 kwargs["allow_is_causal_skip"] = False
             return ALL_MASK_ATTENTION_FUNCTIONS[original](*args, **kwargs)
         return sdpa_mask(*args, **kwargs) if own.takes_mask else None
@@ -131,7 +131,7 @@ def _mask_function(original: str) -> Any:
 
 
 def tail_mask(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
-    """Boolean mask over the tail, True for visible tokens. In transformers, None means causal."""
+    """Convert transformers' mask over the tail (None: causal) to bool (None: all are visible)."""
     if mask is not None:
         return mask if mask.dtype == torch.bool else mask >= 0
     rows, columns = query.shape[2], key.shape[2]
@@ -151,7 +151,7 @@ def last_logits(
 ) -> Tensor:
     """Logits ``[count, vocab]`` after each of the last ``count`` tokens of ``ids`` ``[1, n]``.
 
-    ``ids`` follow the tokens in ``cache``. ``computes_all``: See ``logits_to_keep``.
+    ``ids``: Tokens after those in ``cache``. ``computes_all``: See ``logits_to_keep``.
     """
     if isinstance(cache, ContextCache) and cache.takes_one_token and ids.shape[1] > 1:
         steps = [last_logits(hf_model, one, cache, 1) for one in ids.split(1, dim=1)]
@@ -188,8 +188,8 @@ def _reads(kinds: Sequence[LayerKind], latents: Mapping[int, LatentMap]) -> dict
 
 
 def measured_reads(hf_model: PreTrainedModel, profile: AttentionProfile) -> dict[int, LayerReads]:
-    """Block tensors that each layer reads, by layer index. Omits layers without attention, and
-    layers that relay attention does not support.
+    """Find the block tensors that each layer reads, by layer index. Omits layers without attention,
+    and layers that relay attention does not support.
 
     The linear maps of latent layers are measured by passing unit vectors through them.
     """
@@ -269,8 +269,8 @@ def _seen(hf_model: PreTrainedModel) -> dict[int, SeenAttention]:
 
 
 def is_plain(hf_model: PreTrainedModel, profile: AttentionProfile) -> bool:
-    """Whether all attention is full and plain, as GPU kernels require. Relay must be exact for the
-    model."""
+    """Whether all attention is full, without soft caps or sinks, as GPU kernels require. Relay must
+    be exact for the model."""
     kinds = (kind for kind in profile.kinds if kind.attention != "none")
     return all(kind == PLAIN for kind in kinds) and not any(
         layer.settings for layer in _seen(hf_model).values()
@@ -284,7 +284,7 @@ def relay_cache(
     reads: Mapping[int, LayerReads],
     joins: JoinLimits | None = None,
 ) -> RelayCache:
-    """Create a cache that reads the contexts' blocks in place. States are not set."""
+    """Create a cache that reads the contexts' blocks in place. State layers have no state yet."""
     plan = RelayPlan(contexts, profile.layouts, hf_model.device, joins=joins, layers=reads)
     return RelayCache(plan, new_cache(hf_model.config).layers, profile.kinds)
 
@@ -292,8 +292,8 @@ def relay_cache(
 def graph_runner(hf_model: PreTrainedModel, profile: AttentionProfile) -> GraphRunner | None:
     """Create a runner for single requests, and test its logits against the model's own attention.
 
-    Relay must be exact for the model. Returns None if the kernel fails, or without Triton and a GPU
-    with 16-bit matrix units.
+    Relay must be exact for the model. Returns None if the model or the GPU is not supported, or if
+    the kernel fails or is not exact.
     """
     # States have a different address in each request, so graphs cannot use them.
     if profile.has_states or not is_plain(hf_model, profile):
@@ -307,7 +307,7 @@ def graph_runner(hf_model: PreTrainedModel, profile: AttentionProfile) -> GraphR
     # These lengths fill complete tiles of the kernel.
     sizes = (7, 300, 70) if profile.max_context_tokens > 512 else (7, 7, 7)
     try:
-        # The second run replays the graphs of the first run.
+        # The first run captures graphs, and the second run replays them.
         is_exact = all(
             _equals_copies(hf_model, profile, runner.cache_for, sizes, seed) for seed in range(2)
         )
@@ -322,7 +322,7 @@ def graph_runner(hf_model: PreTrainedModel, profile: AttentionProfile) -> GraphR
 def causal_is_exact(hf_model: PreTrainedModel, profile: AttentionProfile) -> bool:
     """Test whether the logits of ``attend_causal`` match those of the model's own attention.
 
-    Relay must be exact for the model. False if the flash kernel is missing or fails.
+    Relay must be exact for the model. Returns False if the flash kernel is missing or fails.
     """
     sizes = {states.size for layer in profile.layer_outlines for states in layer}
     if len(sizes) > 1 or not takes_flash(hf_model.device, hf_model.dtype, *sizes):
@@ -340,7 +340,7 @@ def causal_is_exact(hf_model: PreTrainedModel, profile: AttentionProfile) -> boo
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:  # This GPU or PyTorch lacks the kernel.
-        _logger.warning("Single requests will use relay, because PyTorch's flash failed: %s", error)
+        _logger.warning("Single requests use relay, because the flash kernel failed: %s", error)
         return False
 
 
@@ -351,8 +351,8 @@ def _equals_copies(
     sizes: tuple[int, int, int] = (7, 7, 7),
     seed: int = 2,
 ) -> bool:
-    """Whether the caches give the same logits as the model's own attention over copied blocks, for
-    two random blocks and a final block of these sizes."""
+    """Whether caches from ``cache_for`` give the same logits as the model's own attention over
+    copied blocks, for two random blocks and a final block of these sizes."""
     generator = torch.Generator().manual_seed(seed)
     vocabulary = vocabulary_size(hf_model)
     *blocks, final = (torch.randint(vocabulary, (n,), generator=generator) for n in sizes)

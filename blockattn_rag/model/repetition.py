@@ -27,11 +27,11 @@ STRING_TOKENS = 64
 the rest of the object still fits in the answer."""
 
 CHARACTERS = 3
-"""Minimum characters of the copies of prose for each of these tokens. This limit matters in
-languages that the tokenizer splits into characters or bytes."""
+"""Minimum number of characters in the copies of prose, per token of ``TEXT_TOKENS`` or
+``STRING_TOKENS``. Matters in languages that the tokenizer splits into characters or bytes."""
 
 TEXT_COPIES, STRING_COPIES = 5, 2
-"""Number of copies of prose that count as a loop in free text, where a refrain or a letter may
+"""Number of copies of prose that count as a loop in free text, where a refrain may legitimately
 occur a few times, and in a JSON string."""
 
 TEXT_WORD_COPIES, STRING_WORD_COPIES = 64, 32
@@ -42,7 +42,7 @@ DATA_COPIES, DATA_TOKENS = 512, 2048
 lines of code and constants often repeat legitimately."""
 
 LATER_TOKENS = 16
-"""Number of tokens of a known loop that close a later JSON string. Common phrases are shorter."""
+"""Tokens of a known loop after which a later JSON string is closed. Common phrases are shorter."""
 
 LONGEST_UNIT = 128
 """Maximum length of a unit in tokens."""
@@ -56,7 +56,7 @@ _OUTSIDE_STRINGS = frozenset('{}[]:,"+-.0123456789Eetruefalsn \t\r\n')
 _PERIODS = np.arange(1, LONGEST_UNIT + 1)
 
 _MARKS = ".,;:!?…\"'“”‘’«»()[]*_-–—。，、；：！？「」『』।؟،۔"
-"""Punctuation of prose. A token with other characters, such as ``|``, ``=`` or ``<``, is data."""
+"""Punctuation of prose. A token with other symbols, such as ``|``, ``=`` or ``<``, is data."""
 
 _WORD = re.compile(r"[^\W\d_](?:[^\W\d_]|[^\x00-\x7f]|['-](?=[^\W\d_]))*")
 _PAUSES = ".,;:!?…،؛。、，；：！？"
@@ -94,7 +94,7 @@ def _is_sentence(line: str) -> bool:
         return False
     tokens = [token for token in line.split() if token.strip(_MARKS)]
     words = _words(line)
-    # A word that no punctuation separates from the next word.
+    # At least one word must not be separated from the next word by punctuation.
     has_phrase = any(map(_WORD.fullmatch, tokens))
     least = 2 if ends else 3
     return has_phrase and 2 * len(words) > len(tokens) and len(set(words)) >= least

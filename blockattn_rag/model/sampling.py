@@ -23,8 +23,8 @@ class Sampling:
     """Sampling options for an answer. Decoding is greedy unless ``temperature`` is above 0.
 
     ``extra`` is passed to transformers' ``generate`` unchanged, and overrides everything except the
-    grammar. Comparisons ignore ``grammar``, which may differ between the answers in a batch. All
-    other options must be equal.
+    grammar. Comparisons ignore ``grammar``, because answers in a batch may have different grammars.
+    Raises ``ValueError`` for invalid options.
     """
 
     max_new_tokens: int = 256
@@ -51,7 +51,7 @@ class Sampling:
             raise _refusal("stop", "a list of non-empty strings", self.stop)
         if owned := _OWNED & self.extra.keys():
             raise ValueError(
-                f"{', '.join(sorted(owned))} cannot be set: the engine sets the model's inputs and "
+                f"Cannot set {', '.join(sorted(owned))}: the engine sets the model's inputs and "
                 "cache, and generates one answer per prompt"
             )
 
@@ -66,4 +66,4 @@ def _is_number(value: Any, most: float) -> bool:
 
 
 def _refusal(name: str, expected: str, found: object) -> ValueError:
-    return ValueError(f"{name} must be {expected}; found {found!r}")
+    return ValueError(f"Expected {name} to be {expected}; found {found!r}")

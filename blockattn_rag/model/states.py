@@ -1,4 +1,4 @@
-"""States of hybrid models, which state layers compute the final block from.
+"""States of hybrid models, which state layers start the final block from.
 
 A state layer has no keys and values that could be concatenated. In block mode, the final block
 starts from the state after the head, which is the prompt's first block. The states after recent
@@ -24,8 +24,8 @@ from blockattn_rag.model.probe import check_ready, probe_cache
 from blockattn_rag.model.relay_attention import last_logits
 
 MOST_BYTES = 1 << 29
-"""Maximum size in bytes of a model's cached states, which are evicted least recently used first.
-One head's states are kept regardless of their size."""
+"""Maximum size in bytes of a model's cached states. The least recently used states are evicted
+first. The states of one head are kept regardless of their size."""
 
 _FIELDS = (*vars(LinearAttentionLayer()),)
 
@@ -96,9 +96,9 @@ class HeadStates:
 
 @torch.inference_mode()
 def _is_used(hf_model: PreTrainedModel, layer: int, name: str, tokens: int) -> bool:
-    """Whether a state affects the logits of the next tokens. True if the layer has not set it."""
+    """Whether a state affects the logits of the next tokens. True if there is no such state."""
     logits = []
-    # Large states may decay to nothing, and some kernels and experts drop NaN.
+    # Try several values: large states may decay to 0, and some kernels and experts drop NaN.
     for factor in (0, 100, torch.nan):
         cache: Any = probe_cache(hf_model)
         states = getattr(cache.layers[layer], name)

@@ -18,7 +18,7 @@ from blockattn_rag.files import locked, state_folder, write_json
 logger = logging.getLogger("blockattn_rag")
 
 _NAMES = ("model.safetensors", "pytorch_model.bin")
-"""Files that transformers loads, in order of preference. A sharded file has an index."""
+"""Files that transformers loads, in order of preference. If they are sharded, there is an index."""
 _DIGEST_DIGITS = 32
 _THREADS = 8
 _LOCK_TIMEOUT_S = 1800.0
@@ -35,8 +35,8 @@ class WeightFile:
 
     Args:
         path: Resolved path, so that hub snapshots with links to the same file share its digest.
-        ctime_ns: Time of the last change to content, name, mode or links. Ignored in comparisons.
-        inode: Inode number. A file that replaces another has a different one.
+        ctime_ns: Time of the last change to content or metadata. Ignored in comparisons.
+        inode: Inode number, which changes if the file is replaced.
     """
 
     path: Path
@@ -48,15 +48,15 @@ class WeightFile:
 
     @classmethod
     def at(cls, path: Path) -> WeightFile:
-        """Take a snapshot of a file's current metadata. Raises ``OSError``."""
+        """Take a snapshot of a file's current metadata. Raises ``OSError`` if it cannot be read."""
         resolved = path.resolve()
         stat = resolved.stat()
         times = stat.st_mtime_ns, stat.st_ctime_ns
         return cls(resolved, stat.st_size, *times, stat.st_ino, stat.st_dev)
 
     def digest(self) -> str:
-        """xxh3-128 of the file, computed once for each path and metadata, and cached in
-        ``state_folder()``. If several processes need it, one hashes the file while the others wait.
+        """Compute the xxh3-128 of the file, unless it is cached in ``state_folder()`` for the same
+        path and metadata. If several processes need it, one hashes the file while the others wait.
 
         Raises:
             ChangedFileError: The file has changed.
@@ -144,11 +144,7 @@ class WeightFiles:
             return False
 
     def digests(self) -> list[str]:
-        """``WeightFile.digest`` of each file, sorted so that file names do not matter.
-
-        xxh3 is fast but not cryptographic. It protects against mistakes, not against attackers, who
-        could replace the model itself.
-        """
+        """``WeightFile.digest`` of each file, sorted so that file names do not matter."""
         with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:
             return sorted(pool.map(WeightFile.digest, self.files))
 
@@ -169,7 +165,7 @@ def _shards(index: Path) -> tuple[str, ...]:
         shards: dict[str, str] = json.loads(index.read_bytes())["weight_map"]
         return tuple(sorted({str(name) for name in shards.values()}))
     except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise ValueError(f"{index} is damaged: expected an object 'weight_map'") from error
+        raise ValueError(f"{index} is damaged: expected an object in 'weight_map'") from error
 
 
 def _kept(place: Path, key: dict[str, object]) -> str | None:

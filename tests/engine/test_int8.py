@@ -117,7 +117,7 @@ def test_nothing_is_rounded_twice(model: BlockModel, monkeypatch: pytest.MonkeyP
 
 
 def test_invalid_kv_dtypes_are_refused(model: BlockModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match=r"kv_dtype must be one of .*found 'int4'"):
+    with pytest.raises(ValueError, match=r"Expected one of .* as kv_dtype, found 'int4'"):
         BlockAttentionEngine(model, kv_dtype="int4")  # type: ignore[arg-type]
     mixed = [(2, 8, torch.float32), (2, 8, torch.bfloat16)]
     monkeypatch.setattr(model, "profile", SimpleNamespace(token_outline=mixed))

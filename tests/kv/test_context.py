@@ -29,7 +29,7 @@ def test_composite_positions_shift_nothing() -> None:
 def test_a_context_may_be_empty_and_unknown_positions_are_refused() -> None:
     assert place([]).num_tokens == 0
     assert place([]).token_ids == []
-    with pytest.raises(ValueError, match=r"positions must be one of .*found 'absolute'"):
+    with pytest.raises(ValueError, match=r"Expected one of .* as positions, found 'absolute'"):
         place([], "absolute")  # type: ignore[arg-type]
 
 

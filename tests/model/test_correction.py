@@ -159,7 +159,7 @@ def test_digests_depend_on_contents_and_sinks(model: BlockModel) -> None:
 
 
 def test_other_kinds_of_files_are_refused(model: BlockModel, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="is not a correction file"):
+    with pytest.raises(ValueError, match="Cannot read the correction file"):
         read_correction(tmp_path / "none.safetensors")
     path = tmp_path / "kv.safetensors"
     save_correction(correction_of(model), path)
@@ -184,5 +184,5 @@ def test_other_kinds_of_files_are_refused(model: BlockModel, tmp_path: Path) -> 
         with pytest.raises(ValueError, match=message):
             read_correction(file)
     (tmp_path / "text.safetensors").write_text("no tensors")
-    with pytest.raises(ValueError, match="is not a correction file"):
+    with pytest.raises(ValueError, match="Cannot read the correction file"):
         read_correction(tmp_path / "text.safetensors")

@@ -188,7 +188,7 @@ def test_unreadable_files_are_reported_and_leave_no_files(tmp_path: Path) -> Non
     write(cut)
     cut.write_bytes(cut.read_bytes()[:1000])
     for path in (text, strange, cut):
-        with pytest.raises(ValueError, match=f"transformers cannot read .*{path.name}: .+"):
+        with pytest.raises(ValueError, match=f"Transformers cannot read .*{path.name}: .+"):
             load_model(path)
     assert not list((state_folder() / "gguf").iterdir())
 
