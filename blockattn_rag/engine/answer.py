@@ -93,15 +93,16 @@ class Answer:
             self._guard.push(token)
         self._show()
 
-    def push_row(self, token: int) -> bool:
-        """``push`` the newest token of a batch's row, which may be padding. Returns whether the
-        answer has ended."""
+    def push_row(self, token: int, *, completes: bool) -> bool:
+        """``push`` the newest token of a batch's row, which may be padding. Returns whether it is
+        the last one. ``completes``: Whether the last token completes the answer."""
         if self.pending.left or self.has_ended:
             return True
         self.push(token)
-        if self.stopped or token in self._end_ids:
+        is_last = self.stopped or token in self._end_ids
+        if is_last and completes:
             self.complete(self._ids)
-        return self.has_ended
+        return is_last
 
     def complete(self, ids: Sequence[int]) -> None:
         if self.has_ended:

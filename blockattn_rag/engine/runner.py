@@ -220,12 +220,15 @@ class Runner:
                 [(prompt.context_ids, prompt.final_ids) for prompt in prompts],
                 options.sampling,
                 cache=cache,
-                on_tokens=lambda tokens: [
-                    answer.push_row(token) for answer, token in zip(answers, tokens, strict=True)
+                on_tokens=lambda tokens: [  # A single row is completed after its grammar's check.
+                    answer.push_row(token, completes=len(tokens) > 1)
+                    for answer, token in zip(answers, tokens, strict=False)
                 ],
                 is_cancelled=nobody_waits,
                 grammars=[answer.options.sampling.grammar for answer in answers],
-                on_failure=lambda place, error: answers[place].pending.fail(error),
+                on_failure=None
+                if len(answers) == 1
+                else lambda place, error: answers[place].pending.fail(error),
             )
             if len(prompts) == 1:
                 self._tails.keep(start, prompts[0], rows[0], cache)

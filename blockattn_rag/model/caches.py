@@ -154,9 +154,9 @@ class _GrowingLayer(DynamicLayer):
         # Selecting rows replaces the tensors, for example in beam search.
         is_own = self.keys.data_ptr() == keys.data_ptr() and len(key_states) == len(keys)
         if torch.is_grad_enabled() or not is_own or key_states.dtype != keys.dtype:
-            # Gradients need the original tensors.
-            self._buffers = super().update(key_states, value_states)
-            return self._buffers
+            # Gradients need the original tensors. Beam search must not keep the replaced ones.
+            self._buffers = keys.new_empty(0), values.new_empty(0)
+            return super().update(key_states, value_states)
         used = self.get_seq_length()
         keys, values = self._buffers = (
             _appended(keys, used, key_states),

@@ -77,9 +77,9 @@ class WeightFile:
                 if (digest := _kept(place, key)) is None:
                     digest = self._computed()
                     write_json(place, {**key, "digest": digest})
-        except ChangedFileError:
-            raise
         except OSError as error:
+            if isinstance(error, ChangedFileError) or str(error.filename) == str(self.path):
+                raise
             logger.warning(
                 "Cannot cache the digest of %s, so it will be recomputed: %s", self.path, error
             )

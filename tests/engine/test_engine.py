@@ -15,6 +15,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from torch import nn
+from transformers import GenerationConfig
 
 from blockattn_rag.check.oracle import oracle_generate
 from blockattn_rag.engine.engine import BlockAttentionEngine
@@ -255,6 +256,15 @@ def test_every_row_of_a_batch_has_its_own_statistics(engine: BlockAttentionEngin
     assert [a.stats.generated_tokens for a in answers] == [len(a.token_ids) for a in answers]
     assert [a.token_ids for a in answers] == [oracle(engine.model, p) for p in prompts]
     assert engine.generate_batch([]) == []
+
+
+@pytest.mark.parametrize("mode", ["block", "full"])
+def test_only_the_first_of_several_sequences_is_used(
+    engine: BlockAttentionEngine, mode: str
+) -> None:
+    config = GenerationConfig(num_return_sequences=2, do_sample=True)  # type: ignore[no-untyped-call]
+    options: dict[str, Any] = {"mode": mode, "do_sample": True, "generation_config": config}
+    assert engine.generate([A, Q], max_new_tokens=NEW, **options).token_ids
 
 
 @pytest.mark.parametrize("size", [0, -1, 2.5, 4.0, "2", None])

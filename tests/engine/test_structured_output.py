@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakSet
 
 import pytest
+import torch
 from jsonschema import validate
+from torch import Tensor
 
 from blockattn_rag.engine.engine import BlockAttentionEngine
 from blockattn_rag.engine.recipe import Recipe
 from blockattn_rag.errors import GrammarError, IncompleteAnswerError
+from blockattn_rag.model import BlockModel
+from blockattn_rag.model.constraint import GrammarConstraint
 from tests.engines import with_settings
 from tests.holding import LONGEST_S, holding
 
@@ -159,6 +165,42 @@ def test_another_end_token_is_accepted(engine: BlockAttentionEngine) -> None:
     assert answer.text in ("yes!", "no!")
     with pytest.raises(GrammarError, match="No token is left"):  # ending here would be premature
         engine.generate(A, structured_outputs={"choice": ["yes"]}, eos_token_id=s)
+
+
+def test_an_answer_that_bypasses_its_grammar_raises(engine: BlockAttentionEngine) -> None:
+    end = min(engine.model.end_token_ids)
+
+    def bypass(_: Any, ids: Tensor, *, stopping_criteria: Any, **__: Any) -> Tensor:
+        for token in (65, end):
+            ids = torch.cat([ids, torch.tensor([[token]])], dim=1)
+            stopping_criteria(ids, None)
+        return ids
+
+    assert engine.generate(A, mode="full", custom_generate=bypass).token_ids == [65, end]
+    with pytest.raises(GrammarError, match="custom_generate, bypasses the grammar"):
+        engine.generate(A, mode="full", custom_generate=bypass, structured_outputs=OTHER)
+
+
+def test_an_error_of_a_grammar_does_not_keep_the_cache(
+    engine: BlockAttentionEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caches: WeakSet[Any] = WeakSet()
+    cache_for = BlockModel.cache_for
+
+    def noted(model: BlockModel, *contexts: Any, **options: Any) -> Any:
+        caches.add(cache := cache_for(model, *contexts, **options))
+        return cache
+
+    def fail(_: object, row: list[int], *__: object, **___: object) -> bool:
+        assert caches
+        raise GrammarError("The grammar is too complex")
+
+    monkeypatch.setattr(BlockModel, "cache_for", noted)
+    monkeypatch.setattr(GrammarConstraint, "_follow", fail)
+    with pytest.raises(GrammarError, match="too complex") as raised:
+        engine.generate(A, structured_outputs=OTHER)
+    gc.collect()
+    assert not caches, raised
 
 
 def test_a_missing_extra_is_reported(

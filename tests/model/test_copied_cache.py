@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 from unittest.mock import Mock
@@ -60,6 +61,19 @@ def test_new_tokens_are_written_to_the_room_and_not_to_the_blocks() -> None:
     assert cache.get_seq_length() == len(BLOCKS[0]) + len(FINAL)
     for block, keys in zip(context.blocks, before, strict=True):
         assert torch.equal(block.kv.keys[0], keys)
+
+
+def test_beam_search_does_not_keep_replaced_tensors() -> None:
+    model = new_llama()
+    cache: Any = model.cache_for(context_of(model))
+    cache.batch_repeat_interleave(2)
+    layer = cache.layers[0]
+    state = layer.keys[:, :, :1].clone()
+    with torch.inference_mode():
+        layer.update(state, state)
+    replaced = weakref.ref(layer.keys)
+    cache.reorder_cache(torch.tensor([1, 0]))
+    assert replaced() is None
 
 
 def test_gradients_flow_through_a_cache_with_room() -> None:

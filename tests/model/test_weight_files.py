@@ -165,6 +165,16 @@ def test_an_unwritable_cache_is_reported(saved: Path, caplog: pytest.LogCaptureF
     assert f"Cannot cache the digest of {saved / WEIGHTS}" in caplog.text
 
 
+def test_an_unreadable_file_is_no_problem_of_the_cache(
+    saved: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = WeightFile.at(saved / WEIGHTS)
+    file.path.unlink()
+    with pytest.raises(FileNotFoundError):
+        file.digest()
+    assert not caplog.text
+
+
 @pytest.mark.parametrize("is_link", [False, True], ids=["file", "link"])
 def test_files_changed_after_loading_do_not_identify_the_model(saved: Path, is_link: bool) -> None:
     current = saved.parent / "current"
