@@ -8,7 +8,7 @@ from __future__ import annotations
 
 
 class BlockAttnError(Exception):
-    """Base class for all errors raised by this package."""
+    """Base class for this package's own exceptions."""
 
 
 class UnsupportedModelError(BlockAttnError):
@@ -32,7 +32,7 @@ class GrammarError(BlockAttnError, ValueError):
 
 
 class IncompleteAnswerError(BlockAttnError, ValueError):
-    """An answer ended, or was cut off, before its JSON object was complete."""
+    """An answer ended, or was cut off, before its JSON was complete. ``text``: The answer."""
 
     def __init__(self, message: str, text: str = "") -> None:
         super().__init__(message)

@@ -44,7 +44,7 @@ class EncodeStats:
 
 
 def blocks_to_encode(texts: Sequence[str | Block] | BlockPrompt) -> tuple[list[Block], bool]:
-    """Convert the argument of ``encode`` to blocks, and whether the first block starts a prompt."""
+    """Convert ``encode``'s argument to blocks. Also returns whether the first starts a prompt."""
     if isinstance(texts, str) or not isinstance(texts, (Iterable, BlockPrompt)):
         raise TypeError(f"Expected a list of texts, found {type(texts).__name__}: pass [text]")
     as_prompt = isinstance(texts, BlockPrompt)

@@ -65,7 +65,7 @@ class ReuseStats:
         return self.reused_tokens + self.computed_tokens
 
     def __add__(self, other: ReuseStats) -> ReuseStats:
-        """Add up counts and seconds of two requests, keeping this request's mode and recipe."""
+        """Add up the counts and seconds of two requests. Keeps this request's mode and recipe."""
         names = [field.name for field in fields(self) if field.name not in ("mode", "recipe")]
         sums = {name: getattr(self, name) + getattr(other, name) for name in names}
         return replace(self, **sums)
@@ -101,7 +101,7 @@ class Clock:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """One answer.
+    """Complete answer to a request, with its statistics.
 
     Args:
         text: Text of the answer up to a stop string, without control tokens.

@@ -65,7 +65,7 @@ class Scheduler:
                 pending.needs.add_done_callback(lambda _: self._wake())
 
     def submit_in_turn(self, work: Pending[Any]) -> None:
-        """``submit``, combined with all work from this iteration of the running event loop."""
+        """Submit work together with all other work from this iteration of the event loop."""
         loop = asyncio.get_running_loop()
         with self._changed:
             turn = self._turns.setdefault(loop, [])

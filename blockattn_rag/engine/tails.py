@@ -2,8 +2,7 @@
 
 Text after the last passage attends to everything before it, so its keys and values are only valid
 after the same context. If a later prompt has the same context, the longest common prefix of its
-final block and an earlier tail is reused. Reuse does not change answers, because attention reads
-the same keys and values.
+final block and an earlier tail is reused, without changing the answer.
 """
 
 from __future__ import annotations
