@@ -134,7 +134,7 @@ class Responses:
         return ChatResponse(message=message, **fields)
 
     def _take(self, step: Step) -> dict[str, Any]:
-        """Add a step. Returns the fields that completions and chats share."""
+        """Add a step. Returns the fields that completion and chat responses share."""
         self._text += step.text
         self._thoughts += step.thoughts
         fields: dict[str, Any] = {}

@@ -78,7 +78,7 @@ def as_plain_node(node: BaseNode) -> BaseNode:
 
 
 def canonical_text(node: BaseNode) -> str:
-    """Text that a node's handle is computed from: its stripped LLM view."""
+    """Return the text that a node's handle is computed from: its stripped LLM view."""
     return _without_handle_in_views(node).get_content(metadata_mode=MetadataMode.LLM).strip()
 
 
