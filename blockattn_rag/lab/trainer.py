@@ -122,8 +122,8 @@ class LabTrainer(Trainer):
         return LengthGroupedSampler(self._lengths, size * self.args.world_size, self.args.seed)
 
     def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
-        """Compute and log the mean losses on the evaluation data, ``eval_loss`` or, of each of
-        several datasets, ``eval_<name>_loss``."""
+        """Compute and log the mean loss on the evaluation data: ``eval_loss``, or
+        ``eval_<name>_loss`` for each of several datasets."""
         model: Any = self.model
         data = self.eval_dataset
         was_training = model.training
@@ -189,9 +189,9 @@ class _Watch(TrainerCallback):
 
 @dataclass(eq=False)
 class LengthGroupedSampler(Sampler[int]):
-    """Sampler of batches of similar lengths, in an order that depends only on seed and epoch.
+    """Sampler that groups items of similar length, in an order that depends only on seed and epoch.
 
-    The order of transformers' sampler would differ in a resumed run.
+    Transformers' sampler would use a different order in a resumed run.
     """
 
     lengths: Sequence[int]

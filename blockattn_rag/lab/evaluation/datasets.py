@@ -63,9 +63,9 @@ class EvaluationSample:
         return digest_of([self.question, self.answers, [(p.title, p.text) for p in self.passages]])
 
     def with_passages(self, num_passages: int) -> EvaluationSample:
-        """Keep at most ``num_passages`` passages, gold ones first, without changing the order."""
+        """Keep at most ``num_passages`` passages, gold passages first, in prompt order."""
         if num_passages < 1:
-            raise ValueError(f"num_passages must be at least 1, found {num_passages}")
+            raise ValueError(f"Invalid num_passages {num_passages}: expected 1 or more")
         ranked = sorted(range(len(self.passages)), key=lambda i: (not self.passages[i].gold, i))
         kept = sorted(ranked[:num_passages])
         return replace(self, passages=tuple(self.passages[i] for i in kept))
@@ -101,7 +101,7 @@ def _sample(record: JsonRecord) -> EvaluationSample:
     try:
         json.dumps(record, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:  # For example, the text contains \ud800.
-        raise DataError(f"found a lone surrogate ({error}); use complete pairs") from error
+        raise DataError(f"Found a lone surrogate ({error}); use complete pairs") from error
     return EvaluationSample(
         id=id_of(value_of(record, "id")),
         question=required_text(record, "question"),

@@ -35,16 +35,17 @@ def repair(
     limits: Limits = LIMITS,
     on_progress: Progress = lambda *_: None,
 ) -> Recipe:
-    """Fit recipes for a model, choose the cheapest that is good enough, measure it, and write it.
+    """Fit recipes to a model, and measure and save the cheapest recipe that is good enough.
 
     An interrupted run with the same inputs is resumed. The model's weights are frozen and not
     modified.
 
     Args:
         output: Folder for the recipe. An existing recipe in it is replaced.
-        tolerance: Fraction of full mode's answers that the recipe must keep, on the questions for
-            choosing: correct answers if there are enough reference answers, else tokens. If no
-            candidate does, the one that keeps most is chosen.
+        minutes: Time limit for the complete run.
+        tolerance: Fraction of full mode's answers that the recipe must keep: correct answers if
+            enough questions have reference answers, else tokens. If no candidate keeps this
+            fraction, the candidate that keeps the most is chosen.
 
     Returns:
         The recipe, with its report.
@@ -82,8 +83,8 @@ def repair(
 
 
 def _check_output(output: Path, model: BlockModel) -> None:
-    """Reject an output folder that is not writable or contains anything other than a recipe for the
-    model, which will be replaced."""
+    """Reject an output folder that is not writable, or contains anything except a recipe for the
+    model, which would be replaced."""
     try:
         check_replaceable(output)
     except ValueError as error:

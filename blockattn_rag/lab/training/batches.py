@@ -130,7 +130,7 @@ class ModeDataset(Dataset[Item]):
             sink = list(self.sink) if 0 < at < last else []
             end = start + length
             places = range(start - len(sink), end)
-            # A moved block starts at position 0.
+            # With "composite", each context block starts at position 0.
             shift = start if self.positions == "composite" and at != last else 0
             number = FINAL if at == last else at + 1
             item["input_ids"] += sink + ids[start:end]
@@ -180,7 +180,7 @@ def batch_loss(
     Logits are computed only at positions with a label. With long contexts and large vocabularies,
     the logits of all positions would be the largest tensor in the step.
     """
-    labels = batch["labels"][:, 1:]  # Each is predicted from the preceding tokens.
+    labels = batch["labels"][:, 1:]  # Each label is predicted from the tokens before it.
     columns = (labels != IGNORED).any(dim=0).nonzero().flatten()
     logits = model(
         input_ids=batch["input_ids"],
