@@ -12,7 +12,7 @@ class BlockAttnError(Exception):
 
 
 class UnsupportedModelError(BlockAttnError):
-    """The model cannot run in block mode without changing its answers."""
+    """The model or its tokenizer does not support an operation, for example exact block mode."""
 
 
 class SegmentationError(BlockAttnError):
@@ -44,7 +44,7 @@ class ToolCallError(BlockAttnError, ValueError):
 
 
 class DataError(BlockAttnError):
-    """A record of training or evaluation data is malformed."""
+    """Training or evaluation data, or the files of an interrupted run, cannot be used."""
 
 
 class DatabaseError(BlockAttnError):
@@ -56,7 +56,7 @@ class DivergedError(BlockAttnError):
 
 
 class StoreError(BlockAttnError):
-    """An entry in the KV store cannot be used."""
+    """The KV store failed, or an entry in it cannot be used."""
 
 
 class CorruptEntryError(StoreError):

@@ -24,7 +24,7 @@ class Prepared(NamedTuple):
     context: Context  # Empty in full mode.
     limit: int  # Maximum number of tokens to generate.
     stats: ReuseStats
-    is_hit: Sequence[bool] = ()  # Per context block.
+    is_hit: Sequence[bool] = ()  # Whether each context block was a hit.
     may_change: Sequence[bool] = ()  # Whether each block's tokens may be recomputed.
     recomputed_tokens: int = 0  # Number of tokens to recompute.
 

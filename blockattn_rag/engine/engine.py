@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 class BlockAttentionEngine:
-    """Answers prompts made of blocks, and reuses each block's keys and values.
+    """Engine that answers prompts made of blocks, and reuses each block's keys and values.
 
     Thread-safe. Engines can share a model, which runs one request or batch at a time.
 
@@ -64,7 +64,7 @@ class BlockAttentionEngine:
         folder: Folder of the database that the store belongs to. ``recipe="auto"`` searches it
             first.
         stock: Settings of ``recipe="auto"`` for a stock model without a recipe.
-        positions: Value that replaces the recipe's ``positions``, for experiments.
+        positions: Override for the recipe's ``positions``: ``"reordered"`` or ``"composite"``.
         on_miss: ``"compute"`` encodes and stores blocks that are not in the store. ``"error"``
             raises ``MissError``, for benchmarks.
         assembly: ``"relay"`` attends to blocks in place. ``"copy"`` concatenates them in new
@@ -195,7 +195,7 @@ class BlockAttentionEngine:
             texts: Passages, or a ``BlockPrompt`` whose context is encoded. A prompt's first block
                 has a BOS token, so it is not shared with a passage of the same text.
             show_progress: Whether to show a progress bar.
-            recipe: Overrides the engine's recipe.
+            recipe: Recipe that overrides the engine's.
 
         Returns:
             Handles of the texts, in order.
@@ -254,8 +254,8 @@ class BlockAttentionEngine:
             prompt: A ``BlockPrompt``, or a list whose last item is the final block.
             mode: ``"block"`` reuses blocks; ``"full"`` runs ordinary attention over the same
                 tokens.
-            recipe: Overrides the engine's recipe, for comparisons. Pass a ``Recipe`` rather than
-                its folder, which would be read on every call.
+            recipe: Recipe that overrides the engine's, for comparisons. Pass a ``Recipe`` rather
+                than its folder, which would be read on every call.
             max_new_tokens: Maximum number of tokens to generate, within the context window.
             temperature: Sampling temperature. 0 or None: greedy, ignoring ``top_p`` and ``top_k``.
             top_p: Probability mass to sample from (nucleus sampling).

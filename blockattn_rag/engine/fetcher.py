@@ -1,4 +1,4 @@
-"""Identifies and fetches blocks: from the store on a hit, from the model on a miss."""
+"""Fetching of blocks: from the store on a hit, from the model on a miss."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ class Fetched(NamedTuple):
 
 
 class BlockFetcher:
-    """Gets blocks from a store, and computes and stores missing blocks.
+    """Reader of a store's blocks, which computes and stores missing blocks.
 
     Checks that each stored block is this model's KV for the requested tokens. The arguments are
     those of ``BlockAttentionEngine``.
@@ -307,11 +307,11 @@ class BlockFetcher:
         except StoreUnavailableError:  # The store has already logged and counted the failure.
             return
         except StoreError as error:
-            logger.warning("%s. The answer is not affected; the block is recomputed.", error)
+            logger.warning("%s. The answer is not affected; the block is not stored.", error)
 
 
 class BlockCache:
-    """Reads and writes a store's blocks, and keeps the most recently used blocks in memory.
+    """In-memory cache of a store's most recently used blocks, which also writes to the store.
 
     A cached block is not read again, so its file is only verified once. ``keep`` replaces a cached
     block with a copy on the model's device. Blocks of a ``MemoryStore`` are not cached, because

@@ -198,8 +198,8 @@ def _places(store: Path | None, models: Iterable[str], folder: Path | None) -> I
 def known_digests(given: RecipeLike, store: str | Path | None, model: str) -> list[str]:
     """Find the digests of all recipes that an engine may use, without loading its model.
 
-    ``"auto"`` may use any recipe next to the store or in the model's folder, or the one for stock
-    models. All other values of ``given`` have a single digest.
+    ``"auto"`` may use any recipe next to the store or in the model's folder, or the settings for
+    stock models. All other values of ``given`` have a single digest.
     """
     if isinstance(given, Recipe):
         return [given.digest]

@@ -62,7 +62,7 @@ class Group:
             self._current.reset(token)
 
     def dissolve(self) -> None:
-        """Stop waiting for calls that have not started, because some never will."""
+        """Stop waiting for calls that have not started, because they may never start."""
         with self._lock:
             self._remaining = 0
         self.on_change()
@@ -149,7 +149,7 @@ class Pending(Generic[T]):
 
 
 class Job(Pending[T]):
-    """A function to run between answers, such as one that encodes a few blocks."""
+    """A function to run between answers, for example to encode a few blocks."""
 
     def __init__(self, work: Callable[[], T]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Recipes: how a model runs in block mode.
+"""Recipes: settings for running a model in block mode.
 
 Models that are not block-fine-tuned give worse answers in block mode. A recipe improves the
 answers, mainly by changing how passages are encoded, which adds no cost per answer.
@@ -39,7 +39,7 @@ from blockattn_rag.prompts.sinks import NO_SINK, check_sink
 
 @dataclass(frozen=True)  # Without slots: cached_property needs a __dict__.
 class Recipe:
-    """How a model runs in block mode. Equal recipes lead to equal answers.
+    """Settings for running a model in block mode. Equal recipes lead to equal answers.
 
     Args:
         sink: Prefix tokens that passages are encoded with, such as ``"head:4"``; see

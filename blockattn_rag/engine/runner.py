@@ -28,7 +28,7 @@ from blockattn_rag.prompts.blocks import BlockPrompt
 
 
 class Runner:
-    """Answers an engine's requests on the model's thread."""
+    """Part of an engine that answers its requests, on the model's thread."""
 
     def __init__(
         self,

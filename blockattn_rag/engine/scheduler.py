@@ -28,7 +28,7 @@ _LONGEST_END_S = 10.0
 
 
 class Scheduler:
-    """Runs a model in a thread that starts on demand and ends when it is idle."""
+    """Queue of a model, processed by a thread that starts on demand and ends when idle."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()

@@ -119,7 +119,7 @@ def footprint(config: Any, dtype: torch.dtype, kv_dtype: KVDtype = "model") -> F
     PyTorch's meta device, which computes only shapes."""
     factory: Any = AutoModelForCausalLM
     with torch.device("meta"):
-        # Count elements in this dtype, because some kernels support no other on the meta device.
+        # Count elements in this dtype, because some kernels support no other dtype on "meta".
         model = factory.from_config(config, dtype=torch.bfloat16)
         cache = new_cache(config)
         model(torch.zeros(1, 1, dtype=torch.long), past_key_values=cache, use_cache=True)

@@ -151,7 +151,7 @@ class LabTrainer(Trainer):
 
 @dataclass(eq=False)
 class _Watch(TrainerCallback):
-    """Reports progress, warns if a run ends during warm-up, and stops on divergence or timeout."""
+    """Callback that reports progress, checks the warm-up, and stops diverged or late runs."""
 
     on_progress: Callable[[int, int], None]
     time_is_up: Callable[[], bool]

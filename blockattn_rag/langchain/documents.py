@@ -111,7 +111,7 @@ def format_blocks(
 
 
 class BlockKVCompressor(BaseDocumentCompressor):
-    """Sets the handle of each retrieved document to that of its current text.
+    """Document compressor that updates each document's handle to that of its current text.
 
     Use it in ``ContextualCompressionRetriever``. Returns all documents, with their full text. Stale
     handles are replaced, which is logged. They never change answers, but have a cause to fix: text

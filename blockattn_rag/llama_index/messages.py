@@ -105,7 +105,7 @@ class BlockReuseEvent(BaseEvent):
 
 
 class Responses:
-    """Creates responses with the answer so far. The last step dispatches ``BlockReuseEvent``."""
+    """Converter of a stream's steps to responses. The last step dispatches ``BlockReuseEvent``."""
 
     def __init__(self, *, streamed: bool = False) -> None:
         self._streamed = streamed

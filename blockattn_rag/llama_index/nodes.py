@@ -98,7 +98,7 @@ def _without_handle_in_views(node: BaseNode) -> BaseNode:
 
 
 class BlockKVPostprocessor(BaseNodePostprocessor):
-    """Puts block markers around each passage in the LLM's prompt, and orders the passages.
+    """Postprocessor that puts block markers around passages in the LLM's prompt, and orders them.
 
     Put it last in ``node_postprocessors``. Nodes that were not ingested are marked, too, and are
     encoded for the first answer. Returned nodes are copies.

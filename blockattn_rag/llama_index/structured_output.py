@@ -103,7 +103,7 @@ class StructuredPrediction(LLM):
 
 
 class _PartialObjects:
-    """Parses a stream's steps as partial objects, and the last step as a complete object."""
+    """Parser of a stream's steps as partial objects, and of the last step as a complete object."""
 
     def __init__(self, output_cls: type[BaseModel]) -> None:
         self._output_cls = output_cls

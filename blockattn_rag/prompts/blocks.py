@@ -201,7 +201,7 @@ class BlockPrompt:
     def from_texts(cls, texts: Sequence[str | Block]) -> BlockPrompt:
         """Create a prompt from a list whose last item is the final block.
 
-        All other strings are passages, in which control tokens are not parsed. Drops empty strings.
+        Other strings are passages, in which control tokens are not parsed. Empty ones are dropped.
         """
         is_list = isinstance(texts, Iterable) and not isinstance(texts, (str, bytes, Mapping))
         if not is_list or not texts:

@@ -180,7 +180,7 @@ def spans_of(message: Message) -> Spans:
 
 
 def _plain_id(value: str, field: str) -> str:
-    # The length stays the same, because some templates check it.
+    # Characters are replaced, not removed, because some templates check the length.
     return _HARMFUL_CHARACTER.sub("_", value)[:128] if field in _ID_FIELDS else value
 
 
@@ -281,7 +281,7 @@ def _find(contents: Sequence[Spans], text: str, template: Sequence[str]) -> list
 
 
 def _as_templates_show(spans: Spans) -> Iterator[Spans]:
-    """Yield a content as templates render it: trimmed, without thoughts, escaped."""
+    """Yield the forms in which templates render a content: trimmed, without thoughts, escaped."""
     text, end = text_of(spans), "</think>"
     stop, right = len(text), len(text.rstrip())
     parts = []

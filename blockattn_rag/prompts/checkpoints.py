@@ -14,7 +14,7 @@ from blockattn_rag.prompts.formats import CHAT, PromptFormat, prompt_format
 from blockattn_rag.prompts.sinks import NO_SINK
 
 AUTO_FORMAT = "auto"
-"""Selects the format that a known checkpoint was trained with, or ``chat`` for other models."""
+"""Name for the format that a known checkpoint was trained with, or ``chat`` for other models."""
 
 # The command line shows this logger's messages as notes.
 logger = logging.getLogger("blockattn_rag.app.rag")

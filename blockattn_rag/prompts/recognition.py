@@ -111,7 +111,7 @@ def entries_of(texts: Iterable[str]) -> Entries:
 
 
 class PassageMatcher:
-    """Finds indexed passages in texts. Thread-safe. ``entries``: ``ENTRY [passages]``."""
+    """Index that finds its passages in texts. Thread-safe. ``entries``: ``ENTRY [passages]``."""
 
     def __init__(self, entries: Entries) -> None:
         order = np.argsort(np.ascontiguousarray(entries["window"]), kind="stable")
@@ -140,7 +140,7 @@ class PassageMatcher:
     def split(
         self, spans: Iterable[Span], *others: PassageMatcher, in_system: bool = False
     ) -> tuple[Span, ...]:
-        """Split passages out of a prompt's text.
+        """Find indexed passages in a prompt's spans, and split them into spans of their own.
 
         The longest passages are found first, and passages never overlap. Chat template text,
         earlier answers and existing passages stay unchanged. A passage must lie within one span,
@@ -148,7 +148,7 @@ class PassageMatcher:
         its tokens would differ.
 
         Args:
-            others: Matchers whose passages to find, too.
+            others: Additional indexes to search.
             in_system: Whether to search system messages. This separates a passage from the rules
                 around it, so documents must be as trusted as the rules.
         """
@@ -185,7 +185,7 @@ class PassageMatcher:
 
 
 def marked_sources(spans: Iterable[Span]) -> tuple[Span, ...]:
-    """Split marked sources out of a prompt's text.
+    """Find the sources that chat front ends mark in a prompt, and make each of them a passage.
 
     A source is the text between an opening mark and the next closing mark of the same kind, such as
     ``<source id="1" name="notes.txt">`` and ``</source>``. The marks remain as text, because their
@@ -220,7 +220,7 @@ def _room(spans: Iterable[Span]) -> int:
 
 
 def _split_out(spans: Sequence[Span], places: list[tuple[int, int]]) -> tuple[Span, ...]:
-    """Split passages out of spans. ``places``: Start and end of each passage, in order."""
+    """Turn parts of spans into passages. ``places``: Start and end of each part, in order."""
     text, at = text_of(spans), 0
     pieces: list[Span] = []
     for span, end in zip(spans, accumulate(len(span.text) for span in spans), strict=True):

@@ -37,7 +37,7 @@ class PromptIds(NamedTuple):
 
 
 class BlockTokenizer:
-    """Tokenizes blocks with a private copy of a transformers tokenizer. Thread-safe.
+    """Tokenizer of blocks, with a private copy of a transformers tokenizer. Thread-safe.
 
     Only the model's prefix (BOS) is added as a special token, once, at the start of the prompt.
     Control tokens and other added tokens are only parsed in text from a template or from the
@@ -226,8 +226,8 @@ class _RustEncoder:
 class _Plain:
     """Copy of a tokenizer that shares its vocabulary, but has no control tokens.
 
-    Adds a blank before text only in the schemes ``"first"`` (at the start of the prompt) and
-    ``"always"``, and only if they are in ``schemes``.
+    Adds a blank before text only if the tokenizer's scheme, ``"first"`` (at the start of the
+    prompt) or ``"always"``, is in ``schemes``.
     """
 
     def __init__(
@@ -259,7 +259,7 @@ class _Plain:
 
 
 def _with_blanks(state: dict[str, Any], schemes: Collection[str]) -> dict[str, Any]:
-    """Change the state of a normalizer or pre-tokenizer to only add blanks by ``schemes``."""
+    """Change a normalizer's or pre-tokenizer's state so that it adds blanks only in ``schemes``."""
     if "prepend_scheme" in state:
         kept = state["prepend_scheme"] in schemes
         state["prepend_scheme"] = state["prepend_scheme"] if kept else "never"

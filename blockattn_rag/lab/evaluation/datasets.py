@@ -105,7 +105,7 @@ def _sample(record: JsonRecord) -> EvaluationSample:
     return EvaluationSample(
         id=id_of(value_of(record, "id")),
         question=required_text(record, "question"),
-        answers=answers_of(record),  # Must not be empty: no output could be correct.
+        answers=answers_of(record),  # Without answers, no output could be correct.
         passages=passages_of(record, may_be_empty=True),
     )
 

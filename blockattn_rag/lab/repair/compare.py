@@ -110,7 +110,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Comparer:
-    """Compares recipes with full mode at each token of the teacher's answers."""
+    """Comparison of recipes with full mode, at each token of the teacher's answers."""
 
     engine: BlockAttentionEngine
     teacher: Teacher

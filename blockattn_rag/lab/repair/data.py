@@ -122,7 +122,7 @@ def distinct_questions(questions: Sequence[Question], seed: int = SEED) -> list[
 def draw_samples(
     questions: Sequence[Question], count: int, fewest: int, most: int, seed: int
 ) -> list[Question]:
-    """Draw ``count`` samples, cycling through the questions, each time with other passages.
+    """Draw ``count`` samples, cycling through the questions, each time with different passages.
 
     A sample has ``fewest`` to ``most`` passages in random order, including the question's first
     passage, or all passages if the question has fewer.
@@ -247,7 +247,7 @@ def _name(passage: Passage) -> str:
 
 
 def _kept(path: Path) -> dict[str, str | None]:
-    """Read the questions so far, by passage. Removes an incomplete last line from the file."""
+    """Read the generated questions, by passage. Removes an incomplete last line from the file."""
     if not path.is_file():
         return {}
     data = path.read_bytes()

@@ -71,8 +71,8 @@ class ReadyPrompt(NamedTuple):
 
 
 class BlockSource:
-    """Prepares prompts for block mode with blocks from a store. Missing blocks are encoded by the
-    stock model and stored."""
+    """Source of prompts for block mode, with blocks from a store. Missing blocks are encoded by the
+    stock model, and stored."""
 
     def __init__(self, model: BlockModel, store: KVStore, sink: str, namespace: str = "") -> None:
         self._model = model

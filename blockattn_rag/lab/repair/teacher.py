@@ -85,8 +85,8 @@ class TeacherAnswer(NamedTuple):
 
 
 class Teacher:
-    """Answers prompts in full mode, and stores the answers in files, whose names are digests of
-    everything that the answers depend on. An interrupted run resumes with the existing answers."""
+    """Model in full mode, whose answers are stored in files. File names are digests of everything
+    that answers depend on, so that an interrupted run resumes with the existing answers."""
 
     def __init__(self, model: BlockModel, folder: Path, max_new_tokens: int, top_k: int) -> None:
         self._model = model

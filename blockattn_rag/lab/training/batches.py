@@ -60,8 +60,8 @@ def layout_mask(layout: TokenLayout, *, window: int | None = None) -> Tensor:
 
 
 class ModelMasks:
-    """Builds the ``attention_mask`` that makes a transformers model use the block mask, with
-    ``"eager"`` or ``"sdpa"`` attention.
+    """Function that creates the ``attention_mask`` with which a transformers model uses the block
+    mask, for ``"eager"`` or ``"sdpa"`` attention.
 
     Windows are applied here, because models pass a four-dimensional mask unchanged to all layers,
     even to sliding-window layers. A model with several layer types accepts one mask per type.
@@ -153,7 +153,7 @@ class ModeDataset(Dataset[Item]):
 
 @dataclass(frozen=True, slots=True)
 class Collator:
-    """Collates items into a batch of tensors ``[samples, tokens]``.
+    """Function that joins items into a batch of tensors ``[samples, tokens]``.
 
     Padding is at the end, so with causal attention, no real token attends to it.
     """
