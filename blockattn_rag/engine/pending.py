@@ -127,7 +127,7 @@ class Pending(Generic[T]):
 
     def fail(self, error: BaseException) -> None:
         if isinstance(error, StopIteration):  # asyncio futures reject StopIteration.
-            named = RuntimeError(f"Creating the prompt or its answer raised {error!r}")
+            named = RuntimeError(f"Creating the prompt or its answer raised {error!r}.")
             named.__cause__ = error
             error = named
         if not self.answer.done():

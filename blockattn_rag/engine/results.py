@@ -25,8 +25,8 @@ class ReuseStats:
 
     Args:
         mode: The request's mode.
-        hits: Context blocks found in the store.
-        misses: Context blocks computed.
+        hits: Number of context blocks reused from the store or from memory.
+        misses: Number of context blocks computed.
         reused_tokens: Prompt tokens whose KV came from the store, or from an earlier prompt with
             the same context (``engine.tails``).
         computed_tokens: Prompt tokens that were computed: missing blocks, the new part of the final

@@ -191,7 +191,7 @@ class BlockPrompt:
                 f"{type(self.final).__name__}"
             )
         if not self.context and not self.final:
-            raise ValueError("The prompt is empty: it has no context block and no final text")
+            raise ValueError("The prompt is empty: pass a final text, such as a question")
         spans = merged(self.final_spans or [Span(self.final, "prompt")])
         if text_of(spans) != self.final:
             raise ValueError("Expected final_spans that concatenate to the final text")

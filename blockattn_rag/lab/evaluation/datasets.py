@@ -88,7 +88,7 @@ def read_distinct(
     samples: dict[str, S] = {}
     for number, sample in islice(parsed_lines(path, parse), limit):
         if sample.id in samples:
-            raise DataError(f"{path}, line {number}: duplicate id {sample.id!r}")
+            raise DataError(f"{path}, line {number}: Found a duplicate id, {sample.id!r}")
         samples[sample.id] = sample
     return list(samples.values())
 

@@ -74,7 +74,7 @@ def plain_figures(figures: Mapping[str, Any]) -> dict[str, Any]:
 def bootstrap_mean(values: Sequence[float]) -> Interval:
     """Return the mean of at least one value, with a 95 % bootstrap interval."""
     if not values:
-        raise ValueError("values is empty: expected at least one value")
+        raise ValueError("Expected at least one value, found none")
     return bootstrap_ratio(values, np.ones(len(values)))
 
 

@@ -122,7 +122,7 @@ def distinct_questions(questions: Sequence[Question], seed: int = SEED) -> list[
 def draw_samples(
     questions: Sequence[Question], count: int, fewest: int, most: int, seed: int
 ) -> list[Question]:
-    """Draw ``count`` samples, cycling through the questions, each time with different passages.
+    """Draw ``count`` samples, cycling through the questions, each with randomly drawn passages.
 
     A sample has ``fewest`` to ``most`` passages in random order, including the question's first
     passage, or all passages if the question has fewer.
@@ -179,7 +179,7 @@ def write_questions(
     """Generate distinct questions, each about one of the passages, with greedy decoding."""
     passages, count = list(dict.fromkeys(material.passages)), limits.questions
     if not passages or material.nearest is None:
-        raise DataError("Found no questions, and no passages to write questions about")
+        raise DataError("Found no questions or passages; pass --questions, --passages or --db")
     random.Random(SEED).shuffle(passages)
     written = _kept(path)
     questions: dict[str, Question] = {}

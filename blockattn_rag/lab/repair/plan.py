@@ -31,7 +31,7 @@ class Limits:
             measuring, because a standard error requires two.
         closed_form: Number of prompts for the closed form, which more prompts do not improve.
         samples: Maximum number of prompts to train on.
-        draws: Maximum number of samples per question, each with different passages.
+        draws: Maximum number of samples per question, each with randomly drawn passages.
         fewest_samples: Minimum number of prompts to train on. With fewer, training is skipped.
         epochs: Passes over the samples. New samples improve held-out results more than further
             passes.

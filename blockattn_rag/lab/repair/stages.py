@@ -177,7 +177,7 @@ class Repair:
             check_enough(len(distinct_questions(material.questions)), limits)
             sample = material.questions[0]
         elif material.nearest is None or not material.passages:
-            raise DataError("Found no questions, and no passages to write questions about")
+            raise DataError("Found no questions or passages; pass --questions, --passages or --db")
         else:
             sample = Question(_STAND_IN, tuple(material.passages[: limits.passages]))
         speeds = self.speeds(sample)
