@@ -149,7 +149,7 @@ class BlockKVTransform(SourceComponent, TransformComponent):
         if self.metadata_key and nodes and all(self.metadata_key not in n.metadata for n in nodes):
             keys = sorted({key for node in nodes for key in node.metadata})
             logger.warning(
-                "No node has the metadata key %r, so the nodes' own texts are encoded; found: %s",
+                "No node has the metadata key %r, so the nodes' own texts are encoded; found %s",
                 self.metadata_key,
                 ", ".join(keys) or "none",
             )

@@ -229,7 +229,7 @@ def _encoded(files: Sequence[str | Path], path: Path, encoder: SampleEncoder) ->
                 writer.write(dataclasses.asdict(sample))
                 is_empty = False
             if is_empty:
-                raise DataError(f"Expected at least one sample in {', '.join(map(str, files))}")
+                raise DataError(f"Found no sample in {', '.join(map(str, files))}")
             writer.finalize()
     return Dataset.from_file(str(path))
 
