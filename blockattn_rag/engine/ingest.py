@@ -26,14 +26,14 @@ _WINDOW = 256
 
 @dataclass(frozen=True, slots=True)
 class EncodeStats:
-    """Statistics of ``precompute``. Only counts distinct blocks that have tokens.
+    """Statistics of ``BlockAttentionEngine.precompute``, over distinct blocks that have tokens.
 
     Args:
-        computed: Blocks computed and stored.
-        reused: Blocks that were already stored.
-        computed_tokens: Tokens of the computed blocks.
+        computed: Number of blocks computed and stored.
+        reused: Number of blocks that were already stored.
+        computed_tokens: Number of tokens in the computed blocks.
         stored_bytes: Size of the computed blocks in bytes.
-        seconds: Duration of the call.
+        seconds: Duration of the call in seconds.
     """
 
     computed: int = 0

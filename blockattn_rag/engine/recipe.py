@@ -1,7 +1,7 @@
 """Recipes: settings for running a model in block mode.
 
-Models that are not block-fine-tuned give worse answers in block mode. A recipe improves the
-answers, mainly by changing how passages are encoded, which adds no cost per answer.
+Models that are not block-fine-tuned answer less accurately in block mode than in full mode. A
+recipe reduces this loss, mainly by changing how passages are encoded, at no cost per answer.
 ``blockattn-rag repair`` creates a recipe and saves it as a folder::
 
     recipe.json             the fields of ``Recipe`` with the measurements of ``repair``, its

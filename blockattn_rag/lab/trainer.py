@@ -95,8 +95,8 @@ class LabTrainer(Trainer):
             self._load_from_checkpoint(str(checkpoint))
 
     def check_finite(self) -> None:
-        """Check the weights after training, because no later loss would reveal that the last step
-        diverged."""
+        """Raise ``DivergedError`` if a weight is NaN or infinite after training, because no later
+        loss would reveal that the last step diverged."""
         model: Any = self.model
         finite = torch.tensor(all(bool(p.isfinite().all()) for p in model.parameters()))
         if not self.accelerator.gather(finite.to(self.args.device)).all():

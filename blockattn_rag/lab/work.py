@@ -25,7 +25,7 @@ logger = logging.getLogger("blockattn_rag")
 RUN, CHECKPOINTS = "run.json", "checkpoints"
 _LOCK = "lock"
 _FIELDS = ({"model", "training data"}, {"model", "passages"})
-"""Settings in every ``run.json``, for ``train`` and for ``repair``."""
+"""Settings by which a ``run.json`` of ``train`` or of ``repair`` is recognized."""
 
 
 def work_of(output: str | Path) -> Path:

@@ -1,5 +1,5 @@
-"""Nodes as blocks. Only a node's *LLM view*, ``get_content(MetadataMode.LLM)``, which synthesizers
-read, has markers, so source nodes, rerankers and evaluators receive clean text.
+"""Nodes as blocks. Only a node's *LLM view*, ``get_content(MetadataMode.LLM)``, contains markers.
+Synthesizers read this view. Source nodes, rerankers and evaluators receive clean text.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ class ModeResult:
 
 
 EvaluationReport = Report[EvaluationRecord, ModeResult]
-"""Result of an evaluation."""
+"""Result of ``evaluate``: a record for each answer, and a summary of each row."""
 
 
 def evaluate(

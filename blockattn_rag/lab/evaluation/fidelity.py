@@ -134,7 +134,7 @@ class FidelityResult:
 
 
 FidelityReport = Report[FidelityRecord, FidelityResult]
-"""Result of a comparison with full mode."""
+"""Result of ``measure_fidelity``: a record for each sample and row, and a summary of each row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +229,7 @@ def compare_each(
     records_path: str | Path | None,
     on_progress: Callable[[int, int], None] | None,
 ) -> FidelityReport:
-    """Compare all samples in all rows. Recorded samples are skipped."""
+    """Compare each sample with full mode in each row. Recorded samples are skipped."""
     file = RecordFile(
         records_path, noted, lambda line: FidelityRecord(**line), samples=samples, rows=rows
     )

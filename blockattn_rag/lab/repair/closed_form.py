@@ -26,7 +26,7 @@ from blockattn_rag.model.correction import (
 from blockattn_rag.prompts.sinks import NO_SINK, sink_ids
 
 _RIDGES = (1e-4, 1e-3, 1e-2, 1e-1)
-"""Penalties on the weights, relative to the mean square of states. Selected on held-out prompts."""
+"""Candidate penalties on the weights, relative to the mean square of the states."""
 
 TokenBlocks = Sequence[Sequence[int]]
 """Token ids of a prompt's blocks."""
@@ -36,7 +36,7 @@ TokenBlocks = Sequence[Sequence[int]]
 _ROUNDING = 1e-9
 _ROUNDING_EPS2 = 4
 
-# Weight, in tokens, of the prior that the constants are 0.
+# Weight of the prior that the constants are 0, as a number of tokens.
 _PRIOR_TOKENS = 1.0
 
 

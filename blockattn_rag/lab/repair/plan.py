@@ -69,6 +69,7 @@ class Speeds:
     """Seconds per prompt for each step, measured before planning.
 
     Args:
+        answer: Generating full mode's answer.
         encode: Encoding the context with full attention. Encoding the passages takes about as long.
         fetch: Loading or encoding the passages, which are encoded after the sink.
         step: Forward and backward pass of the student.

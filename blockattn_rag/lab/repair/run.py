@@ -69,7 +69,7 @@ def repair(
     inputs = {"model": f"{model.name} (fingerprint {model.fingerprint[:12]})", **material.inputs()}
 
     def is_worth_keeping(error: BaseException) -> bool:
-        # After other DataErrors, the inputs must change, so generated questions are of no use.
+        # After other DataErrors, the inputs must change, so generated questions cannot be reused.
         has_questions = (folder / QUESTIONS).is_file()
         may_resume = isinstance(error, TooLittleTimeError) or not isinstance(error, DataError)
         return (folder / PLAN).is_file() or (has_questions and may_resume)

@@ -1,7 +1,7 @@
 """Student: the model in block mode with a correction, its blocks, and its training.
 
 Training processes one prompt at a time, and accumulates gradients over a batch. Real batches would
-save little: on SmolLM2, a batch of four prompts takes 15 % less time, less the cost of padding. The
+save little: on SmolLM2, a batch of four prompts takes 15 % less time, not counting padding. The
 teacher and the encoding of passages take most of the time.
 """
 

@@ -1,8 +1,7 @@
 """Block fine-tuning of a model on JSON Lines data.
 
 The result is an ordinary transformers model (or peft adapter) that supports block and full mode. On
-several GPUs, start the script with ``accelerate launch``. Configure FSDP and DeepSpeed in
-accelerate.
+several GPUs, start the script with ``accelerate launch``, whose config selects FSDP or DeepSpeed.
 """
 
 from __future__ import annotations
@@ -238,8 +237,8 @@ def _check_context(report: DataReport) -> None:
     if not report.with_context:
         raise DataError(
             "No sample has a context: each consists of a question and its answer in a single "
-            "block, which is identical in block and full mode. Add passages or blocks; or split "
-            "turns of messages (blocks_per_turn, --blocks-per-turn); or train only full mode "
+            "block, which is identical in block and full mode. Add passages or blocks, split turns "
+            "of messages (blocks_per_turn, --blocks-per-turn), or train only in full mode "
             "(modes=('full',))"
         )
     if report.with_context < report.samples / 2:
