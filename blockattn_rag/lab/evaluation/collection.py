@@ -1,8 +1,8 @@
 """Evaluation of block mode on a user's collection and questions, compared with full mode.
 
 Each question is answered in full mode, with the recipe in use, and with ``"fast"``, which has no
-cost per answer. Divergence and agreement need no reference answers (``evaluation.fidelity``). If a
-question has reference answers, correct answers are counted, too, including those without passages.
+cost per answer. Divergence and agreement need no reference answers (``evaluation.fidelity``). For
+questions with reference answers, correct answers are counted, too, with and without passages.
 """
 
 from __future__ import annotations

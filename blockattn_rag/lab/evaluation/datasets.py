@@ -63,7 +63,7 @@ class EvaluationSample:
         return digest_of([self.question, self.answers, [(p.title, p.text) for p in self.passages]])
 
     def with_passages(self, num_passages: int) -> EvaluationSample:
-        """Keep at most ``num_passages`` passages, gold passages first, in prompt order."""
+        """Keep at most ``num_passages`` passages, preferring gold passages, without reordering."""
         if num_passages < 1:
             raise ValueError(f"Invalid num_passages {num_passages}: expected 1 or more")
         ranked = sorted(range(len(self.passages)), key=lambda i: (not self.passages[i].gold, i))
