@@ -7,7 +7,7 @@ answer, at any position and in any order.
     >>> engine = BlockAttentionEngine.from_pretrained("bundled")   # doctest: +SKIP
     >>> engine.encode(["Halden Tower is 214 metres tall."])        # doctest: +SKIP
 
-Importing the package is cheap: torch and frameworks are imported when a name is first used.
+Importing the package is cheap: torch and other large dependencies are imported on first use.
 """
 
 from __future__ import annotations

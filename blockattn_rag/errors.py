@@ -8,11 +8,11 @@ from __future__ import annotations
 
 
 class BlockAttnError(Exception):
-    """Base class for all errors raised by this package."""
+    """Base class for this package's own exceptions."""
 
 
 class UnsupportedModelError(BlockAttnError):
-    """The model cannot run in block mode without changing its answers."""
+    """The model or its tokenizer does not support an operation, for example exact block mode."""
 
 
 class SegmentationError(BlockAttnError):
@@ -32,7 +32,7 @@ class GrammarError(BlockAttnError, ValueError):
 
 
 class IncompleteAnswerError(BlockAttnError, ValueError):
-    """An answer ended, or was cut off, before its JSON object was complete."""
+    """An answer ended, or was cut off, before its JSON was complete. ``text``: The answer."""
 
     def __init__(self, message: str, text: str = "") -> None:
         super().__init__(message)
@@ -44,7 +44,7 @@ class ToolCallError(BlockAttnError, ValueError):
 
 
 class DataError(BlockAttnError):
-    """A record of training or evaluation data is malformed."""
+    """Training or evaluation data, or the files of an interrupted run, cannot be used."""
 
 
 class DatabaseError(BlockAttnError):
@@ -56,7 +56,7 @@ class DivergedError(BlockAttnError):
 
 
 class StoreError(BlockAttnError):
-    """An entry in the KV store cannot be used."""
+    """The KV store failed, or an entry in it cannot be used."""
 
 
 class CorruptEntryError(StoreError):

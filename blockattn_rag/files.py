@@ -39,8 +39,8 @@ def temporary_name(path: Path) -> Path:
 
 
 def is_temporary(name: str) -> bool:
-    """Whether ``temporary_name`` made a name. The file is still being written, or was left behind
-    by a process that died while writing it."""
+    """Whether ``name`` is from ``temporary_name``. Such a file is still being written, or was left
+    behind by a process that died while writing it."""
     return _TEMPORARY.fullmatch(name) is not None
 
 
@@ -94,13 +94,13 @@ def locked(path: Path, *, timeout_s: float | None = None) -> Iterator[None]:
     try:
         held = lock.acquire(LOCK_WARNING_S)
     except Timeout:
-        logger.warning("Waiting for another process that has locked %s.", path)
+        logger.warning("Waiting for %s, which another process or thread has locked.", path)
         try:
             held = lock.acquire(timeout_s - LOCK_WARNING_S)
         except Timeout as error:
             raise TimeoutError(
-                f"{path} is still locked by another process after {timeout_s:.0f} seconds: "
-                "wait until that process ends, or stop it, and try again."
+                f"{path} is still locked by another process or thread after {timeout_s:.0f} "
+                "seconds: wait until it ends, or stop it, and try again."
             ) from error
     with held:
         yield

@@ -61,14 +61,14 @@ def _is_hub_id(name: str) -> bool:
 def hub_errors(
     name: str, *, is_local: bool = False, shown: str = "", expected: str = EXPECTED, fix: str = ""
 ) -> Iterator[None]:
-    """Context for loading a model: probes the hub once, and shortens its errors to one sentence.
+    """Context manager that probes the hub before a model is loaded, and shortens its errors.
 
     The hub's packages retry every file several times, and raise multi-line errors about tokens,
-    caches and web pages. Without a connection, these errors do not name the model.
+    caches and web pages, which do not name the model if there is no connection.
 
     Args:
-        is_local: Whether the model is on this machine, so that the hub is not probed. Default: the
-            name is an existing path.
+        is_local: Whether the model is on this machine. The hub is not probed for local models, nor
+            if ``name`` is an existing path.
         shown: Name to show in the message. Default: ``name``.
         expected: Description of valid names, for the message.
         fix: Text that replaces ``expected`` in the message. ``{why}`` is replaced by the reason.
@@ -88,7 +88,7 @@ def hub_errors(
         if fix:
             raise OSError(f"Cannot load {shown}: {fix.format(why=why)}.") from error
         kinds = {kind.__name__ for kind in type(cause).__mro__}
-        is_private = "RepositoryNotFoundError" in kinds  # The repository may also not exist.
+        is_private = "RepositoryNotFoundError" in kinds  # Or it does not exist.
         login = " (private and gated models need `hf auth login`)" if is_private else ""
         raise OSError(f"Cannot load {shown}: {why}; expected {expected}{login}.") from error
 
@@ -109,14 +109,14 @@ def _why_offline() -> str:
 def _offline_if_unreachable(is_local: bool) -> Iterator[None]:
     """Use only the hub's cache if the hub does not respond, instead of retrying for minutes.
 
-    The switch is global, because transformers ignores ``local_files_only`` in some requests.
-    Concurrent loads share it, and the last one resets it.
+    Sets the global ``HF_HUB_OFFLINE``, because transformers ignores ``local_files_only`` in some
+    requests. Concurrent loads share the setting, and the last of them resets it.
     """
     global _offline_loads
     from huggingface_hub import constants
 
     with _lock:
-        # The user has set HF_HUB_OFFLINE.
+        # Offline mode that this module did not set must stay on after the load.
         is_offline = constants.HF_HUB_OFFLINE and not _offline_loads
         switches = not is_local and not is_offline
         switches = switches and (bool(_offline_loads) or not _responds(constants.ENDPOINT))

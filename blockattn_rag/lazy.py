@@ -17,7 +17,7 @@ def lazy_names(
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Return ``__getattr__`` and ``__dir__`` for a package that imports its names on first use.
 
-    The lazy names are the ones that ``__init__.py`` imports under ``if TYPE_CHECKING``.
+    These are the names that the package's ``__init__.py`` imports under ``if TYPE_CHECKING``.
 
     Args:
         extra: Extra that installs ``extra_packages``. If one of these packages is missing, the

@@ -24,13 +24,13 @@ class Prepared(NamedTuple):
     context: Context  # Empty in full mode.
     limit: int  # Maximum number of tokens to generate.
     stats: ReuseStats
-    is_hit: Sequence[bool] = ()  # Per context block.
+    is_hit: Sequence[bool] = ()  # Whether each context block was a hit.
     may_change: Sequence[bool] = ()  # Whether each block's tokens may be recomputed.
     recomputed_tokens: int = 0  # Number of tokens to recompute.
 
     def recomputed(self, context: Context, chosen: Sequence[int], seconds: float) -> Prepared:
-        """Copy the prompt with a context in which ``chosen`` tokens were recomputed. Chosen tokens
-        of missing blocks already count as computed."""
+        """Return a copy with the recomputed ``context``. ``chosen``: Sorted indices of the tokens
+        that were recomputed, of which those in missing blocks already count as computed."""
         reused, end = 0, 0
         for block, is_hit in zip(self.context.blocks, self.is_hit, strict=True):
             start, end = end, end + block.kv.num_tokens
@@ -40,7 +40,7 @@ class Prepared(NamedTuple):
         return self._replace(context=context, stats=stats)
 
     def after(self, known: int) -> Prepared:
-        """Copy the prompt, with ``known`` tokens of the final block counted as reused."""
+        """Return a copy with ``known`` tokens of the final block counted as reused."""
         stats = replace(
             self.stats,
             reused_tokens=self.stats.reused_tokens + known,
@@ -94,8 +94,9 @@ class Answer:
         self._show()
 
     def push_row(self, token: int, *, completes: bool) -> bool:
-        """``push`` the newest token of a batch's row, which may be padding. Returns whether it is
-        the last one. ``completes``: Whether the last token completes the answer."""
+        """Add the newest token of this answer's row in a batch, which is padding once the answer
+        has ended. Returns whether it has ended. ``completes``: Whether the last token completes the
+        answer."""
         if self.pending.left or self.has_ended:
             return True
         self.push(token)

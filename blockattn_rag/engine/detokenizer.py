@@ -7,7 +7,7 @@ from typing import Any
 
 
 class Detokenizer:
-    """Converts tokens to text one by one, emitting complete characters up to the first stop string.
+    """Converter of tokens to text that emits complete characters, up to the first stop string.
 
     A token may be part of a character, so text is decoded from a short window of recent tokens, as
     in ``tokenizers.decoders.DecodeStream``. Unlike ``DecodeStream``, this class emits an incomplete

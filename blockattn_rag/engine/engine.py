@@ -40,16 +40,16 @@ if TYPE_CHECKING:
 
 
 class BlockAttentionEngine:
-    """Answers prompts made of blocks, and reuses each block's keys and values.
+    """Engine that answers prompts made of blocks, and reuses each block's keys and values.
 
     Thread-safe. Engines can share a model, which runs one request or batch at a time.
 
     Args:
-        model: The model.
+        model: A loaded model. To load it by path or hub id, use ``from_pretrained``.
         store: KV store, or path of a ``DirectoryStore``. Default: an in-memory store.
         recipe: How the model runs in block mode: ``"auto"``, settings such as ``"none"``,
             ``"fast"`` or ``"head+recompute:0.1"``, a ``Recipe``, or a recipe's folder. ``"auto"``
-            uses the best recipe found; see ``find_recipe.resolve_recipe``.
+            uses the model's recipe, or ``stock`` without one (docs/guides/stock_models.md).
         resident_bytes: Maximum bytes of stored blocks to cache on the model's device. With 0, each
             answer reads its blocks from the store. Up to another quarter of this size is used to
             cache final blocks and answers for the next turn of a conversation (``engine.tails``).
@@ -59,12 +59,12 @@ class BlockAttentionEngine:
             Empty: the default namespace.
         read_namespaces: Other namespaces to read from, in order, such as ``("public",)`` for
             passages that tenants share. They are never written to.
-        read_only: Whether to write no blocks to the store. Missing blocks are computed, and cached
-            in memory within ``resident_bytes``. The store may still record that an entry was used.
+        read_only: Whether to only read blocks from the store. Answers compute missing blocks, and
+            cache them within ``resident_bytes``. The store may still record that an entry was used.
         folder: Folder of the database that the store belongs to. ``recipe="auto"`` searches it
             first.
         stock: Settings of ``recipe="auto"`` for a stock model without a recipe.
-        positions: Overrides the recipe's positions, for experts.
+        positions: Override for the recipe's ``positions``: ``"reordered"`` or ``"composite"``.
         on_miss: ``"compute"`` encodes and stores blocks that are not in the store. ``"error"``
             raises ``MissError``, for benchmarks.
         assembly: ``"relay"`` attends to blocks in place. ``"copy"`` concatenates them in new
@@ -128,9 +128,11 @@ class BlockAttentionEngine:
         assembly: Assembly = "auto",
         **model_kwargs: Any,
     ) -> BlockAttentionEngine:
-        """Load a model and open a store.
+        """Load a model, and create an engine with it.
 
         ``model`` is a path, a hub id, ``"bundled"``, or a loaded model with its ``tokenizer``.
+        ``device``, ``dtype`` and ``model_kwargs`` are those of ``BlockModel.from_pretrained``. All
+        other arguments are those of the class.
         """
         loaded = BlockModel.from_pretrained(
             model, tokenizer=tokenizer, device=device, dtype=dtype, **model_kwargs
@@ -174,7 +176,7 @@ class BlockAttentionEngine:
         """Index of encoded passages, used to find them in prompts without markers.
 
         Raises:
-            ValueError: The store does not support an index.
+            ValueError: the store does not support an index.
         """
         return self._fetcher.passages or PassageIndex(self.store)
 
@@ -193,7 +195,7 @@ class BlockAttentionEngine:
             texts: Passages, or a ``BlockPrompt`` whose context is encoded. A prompt's first block
                 has a BOS token, so it is not shared with a passage of the same text.
             show_progress: Whether to show a progress bar.
-            recipe: Overrides the engine's recipe.
+            recipe: Recipe that overrides the engine's.
 
         Returns:
             Handles of the texts, in order.
@@ -212,7 +214,9 @@ class BlockAttentionEngine:
         batch_tokens: int | None = None,
         recipe: RecipeLike | None = None,
     ) -> EncodeStats:
-        """Like ``encode``, but return statistics. See ``ingest.precompute`` for the arguments."""
+        """Like ``encode``, but return statistics. ``as_prompt``: Whether the first block starts a
+        prompt. ``on_progress``: Called with the numbers of finished and of all tokens.
+        ``batch_tokens``: Maximum number of tokens in an encoding batch, including padding."""
         return precompute(
             self._fetcher,
             blocks,
@@ -250,8 +254,8 @@ class BlockAttentionEngine:
             prompt: A ``BlockPrompt``, or a list whose last item is the final block.
             mode: ``"block"`` reuses blocks; ``"full"`` runs ordinary attention over the same
                 tokens.
-            recipe: Overrides the engine's recipe, for comparisons. Pass a ``Recipe`` rather than
-                its folder, which would be read on every call.
+            recipe: Recipe that overrides the engine's, for comparisons. Pass a ``Recipe`` rather
+                than its folder, which would be read on every call.
             max_new_tokens: Maximum number of tokens to generate, within the context window.
             temperature: Sampling temperature. 0 or None: greedy, ignoring ``top_p`` and ``top_k``.
             top_p: Probability mass to sample from (nucleus sampling).
@@ -316,6 +320,7 @@ class BlockAttentionEngine:
         return pending.chunks(partial(self._scheduler.submit, pending))
 
     def astream(self, prompt: LatePrompt, **options: Any) -> AsyncGenerator[GenerationChunk, None]:
+        """Async ``stream``."""
         pending = self._pending(prompt, options)
         return pending.achunks(partial(self._scheduler.submit_in_turn, pending))
 
@@ -324,11 +329,10 @@ class BlockAttentionEngine:
     ) -> list[Generation]:
         """Answer several prompts, in order. ``options`` are those of ``generate``.
 
-        Up to ``batch_size`` prompts share each forward pass if batching does not change the
-        answers. Models with sliding windows, seeded sampling, and options that depend on the
-        prompt's tokens (beam search, penalties) are not batched. A batch computes at most
-        ``BlockModel.batch_tokens`` tokens at once. If the recipe recomputes tokens, contexts also
-        count, because each prompt copies its context.
+        Up to ``batch_size`` prompts share each forward pass, with at most
+        ``BlockModel.batch_tokens`` tokens (including contexts if the recipe recomputes tokens).
+        Prompts are answered one by one if a batch could change the answers: for models with sliding
+        windows, seeded sampling, beam search, and penalties.
         """
         if not isinstance(batch_size, int) or batch_size < 1:
             raise ValueError(f"Invalid batch_size {batch_size!r}: expected an integer, 1 or more.")
@@ -358,8 +362,6 @@ class BlockAttentionEngine:
         parsed = self._options({**options, "mode": mode, "max_new_tokens": len(answer_ids)})
         blocks = to_block_prompt(prompt)
         return self._scheduler.run(lambda: self._runner.answer_logits(blocks, answer_ids, parsed))
-
-    # -- inside ------------------------------------------------------------------------------
 
     def _pending(
         self,

@@ -1,4 +1,4 @@
-"""Identifies and fetches blocks: from the store on a hit, from the model on a miss."""
+"""Fetching of blocks: from the store on a hit, from the model on a miss."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ PLAIN = Recipe()
 Name = tuple[str, str]
 """Namespace and digest of a block, which identify it among a model's blocks."""
 
-_MOST_REMEMBERED = 4096  # Of specs. That of a passage of 256 tokens takes about 10 KiB.
+_MOST_REMEMBERED = 4096  # Cached specs. The spec of a 256-token passage takes about 10 KiB.
 _MOST_TO_STORE = 4096
 _REPORT_EVERY_S = 60.0
 _MOST_TIMES = 1 << 16
@@ -51,15 +51,15 @@ class BlockSpec(NamedTuple):
     """Identity of a block in the store, and the tokens that it is computed from."""
 
     keys: tuple[str, ...]  # Store key in each namespace.
-    namespaces: tuple[str, ...]  # The block is stored in the first one.
+    namespaces: tuple[str, ...]  # To read. Only the first namespace is written to.
     ids: list[int]  # A block without tokens has no keys and values.
-    digest: str  # Of the tokens, sink and adapter.
-    encoded_digest: str  # Before the adapter is applied.
+    digest: str  # Digest of the tokens, sink and adapter.
+    encoded_digest: str  # Digest of the tokens and sink.
     block: Block
     sink_ids: Sequence[int]  # Prefix tokens that the block is encoded with.
     adapter: Correction | None
     keep: Keep
-    handles: tuple[str, ...]  # Of all requested texts with these tokens.
+    handles: tuple[str, ...]  # Handles of all requested texts with these tokens.
 
     @property
     def key(self) -> str:
@@ -99,7 +99,7 @@ def _spec_of(
 
 
 def merge_specs(specs: Iterable[BlockSpec]) -> dict[Name, BlockSpec]:
-    """Merge blocks with the same name, and join their handles. Drops blocks without tokens."""
+    """Merge blocks with the same name, join their handles, and drop blocks without tokens."""
     merged: dict[Name, BlockSpec] = {}
     for spec in specs:
         if spec.ids:
@@ -129,7 +129,7 @@ class Fetched(NamedTuple):
 
 
 class BlockFetcher:
-    """Gets blocks from a store, and computes and stores missing blocks.
+    """Reader of a store's blocks, which computes and stores missing blocks.
 
     Checks that each stored block is this model's KV for the requested tokens. The arguments are
     those of ``BlockAttentionEngine``.
@@ -160,7 +160,7 @@ class BlockFetcher:
             raise ValueError(f"Unknown on_miss {on_miss!r}: expected 'compute' or 'error'.")
         self._on_miss = on_miss
         sinks = cache(lambda sink: tuple(sink_ids(sink, model.tokenizer)))
-        # Tokenizing 500 tokens takes about half a millisecond.
+        # Specs are cached, because tokenizing a block of 500 tokens takes about 0.5 ms.
         self._spec = lru_cache(_MOST_REMEMBERED)(partial(_spec_of, model, access, sinks))
         self._cache = BlockCache(store, resident_bytes, read_only=access.read_only)
         self._outline = model.profile.token_outline
@@ -170,8 +170,8 @@ class BlockFetcher:
     def specs(
         self, blocks: Sequence[Block], *, as_prompt: bool, recipe: Recipe = PLAIN
     ) -> list[BlockSpec]:
-        """Compute the token ids and store keys of blocks. The first block of a prompt has the BOS
-        token, and is encoded without sink and adapter."""
+        """Create the specs of blocks. ``as_prompt``: Whether the first block starts a prompt, so
+        that it has the BOS token, and is encoded without sink and adapter."""
         specs = []
         for index, block in enumerate(blocks):
             first = as_prompt and index == 0
@@ -197,8 +197,8 @@ class BlockFetcher:
     def fetch(self, context: Sequence[BlockSpec]) -> Fetched:
         """Get the KV of a prompt's context blocks, and compute missing blocks in batches.
 
-        New passages are stored, and system messages on their second use. All other text is private
-        to its prompt, and only kept in memory.
+        New passages are stored, and system messages on their second use. All other text is only
+        kept in memory, where passages cannot hit it.
         """
         specs = merge_specs(context)
         blocks = self._look_up([*specs.values()])
@@ -226,8 +226,8 @@ class BlockFetcher:
     def encode(
         self, specs: Sequence[BlockSpec], batch_tokens: int | None = None
     ) -> Iterator[list[tuple[BlockSpec, BlockKV]]]:
-        """Compute blocks that have tokens, in batches. If the store contains a block without the
-        adapter, the adapter is applied to it."""
+        """Compute the KV of blocks in batches, skipping blocks without tokens. If the store has a
+        block's KV without the adapter, only the adapter is applied."""
         requests: dict[str, EncodeRequest] = {}
         # Blocks in different namespaces may have the same tokens.
         waiting: dict[str, list[BlockSpec]] = {}
@@ -307,11 +307,11 @@ class BlockFetcher:
         except StoreUnavailableError:  # The store has already logged and counted the failure.
             return
         except StoreError as error:
-            logger.warning("%s. The answer is not affected; the block is recomputed.", error)
+            logger.warning("%s. The answer is not affected; the block is not stored.", error)
 
 
 class BlockCache:
-    """Reads and writes a store's blocks, and keeps the most recently used blocks in memory.
+    """In-memory cache of a store's most recently used blocks, which also writes to the store.
 
     A cached block is not read again, so its file is only verified once. ``keep`` replaces a cached
     block with a copy on the model's device. Blocks of a ``MemoryStore`` are not cached, because
@@ -320,7 +320,7 @@ class BlockCache:
 
     def __init__(self, store: KVStore, max_bytes: int, *, read_only: bool = False) -> None:
         if max_bytes < 0:
-            raise ValueError(f"Invalid resident_bytes {max_bytes}: expected 0 or more")
+            raise ValueError(f"Invalid resident_bytes {max_bytes}: expected 0 or more.")
         self._store = store
         is_in_memory = isinstance(store, MemoryStore) and not read_only
         self._cached = None if is_in_memory else MemoryStore(max(1, max_bytes))
@@ -364,8 +364,8 @@ class BlockCache:
         self._reported_s[key] = time.monotonic()
 
     def _report_use(self, key: str) -> None:
-        """Report a block's use at most once a minute, because stores with LRU eviction would evict
-        blocks that are only read from this cache. After a failure, nothing is reported for a
+        """Report a block's use to the store, at most once a minute. Otherwise, LRU eviction would
+        delete blocks that are only read from this cache. After a failure, nothing is reported for a
         minute, so that answers do not wait for a store that hangs."""
         now_s = time.monotonic()
         last_s = max(self._reported_s.get(key, -math.inf), self._failed_s)

@@ -84,7 +84,7 @@ def check_fits(recipe: Recipe, model: AnyModel) -> None:
     """Check that a model can run a recipe. Raises the same errors as ``resolve_recipe``."""
     if why := foreign(recipe, model):
         raise ValueError(
-            f"{why} Use recipe='auto', or create one for this model and dtype: {_repair(model)}."
+            f"{why} Use recipe='auto', or create a recipe for this model: {_repair(model)}."
         )
     sink_ids(recipe.sink, model.tokenizer)
     if recipe.recompute:
@@ -127,7 +127,7 @@ def stock_recipe(model: AnyModel, stock: str = STOCK) -> Recipe:
         raise ValueError(f"Invalid settings {stock!r}: expected {TEXT_FORMS}.")
     if settings.recompute and not can_recompute(model):
         settings = Recipe(FREE_SINK)
-    # With promotion, state layers process the last passage, too.
+    # Without promotion, state layers would not process any passage.
     promote = settings.promote or int(model.profile.has_states)
     return replace(settings, promote=promote, source=STOCK_SOURCE)
 
@@ -149,18 +149,18 @@ def _found(model: AnyModel, store: KVStore, folder: Path | None) -> Recipe | Non
         try:
             recipe = Recipe.load(place)
             if why := foreign(recipe, model):
-                logger.warning("Skipped %s. %s", place, why)
+                logger.warning("Skipped the recipe in %s. %s", place, why)
                 continue
             check_fits(recipe, model)
         except (ValueError, OSError, UnsupportedModelError) as error:
             if is_own:
                 raise
-            logger.warning("Skipped the recipe that was found in %s. %s", place, error)
+            logger.warning("Skipped the recipe in %s. %s", place, error)
             continue
         if not is_own:
             message = (
-                f"recipe='auto' uses the recipe that was found in {place}: {recipe}. Pass the path "
-                "as the recipe to use it without this warning, or 'none', if it is not yours."
+                f"recipe='auto' uses the recipe that was found in {place}: {recipe}. Pass this "
+                "path as recipe= to silence this warning, or recipe='none' if you do not trust it."
             )
             _warn_once(model, message, about=str(place))
         return recipe
@@ -203,8 +203,8 @@ def _places(store: Path | None, models: Iterable[str], folder: Path | None) -> I
 def known_digests(given: RecipeLike, store: str | Path | None, model: str) -> list[str]:
     """Find the digests of all recipes that an engine may use, without loading its model.
 
-    ``"auto"`` may use any recipe next to the store or in the model's folder, or the one for stock
-    models. All other values of ``given`` have a single digest.
+    ``"auto"`` may use any recipe next to the store or in the model's folder, or the settings for
+    stock models. All other values of ``given`` have a single digest.
     """
     if isinstance(given, Recipe):
         return [given.digest]
@@ -250,7 +250,7 @@ def _trade(model: AnyModel, recipe: Recipe, folder: Path | None) -> str:
     start = (
         f"{model.name} is not block-fine-tuned and has no recipe: block mode uses {str(recipe)!r}, "
     )
-    repair = f"{_repair(model, folder)} creates a recipe for it"
+    repair = f"{_repair(model, folder)} creates a recipe for this model"
     if not recipe.recompute:
         return (
             f"{start}which costs nothing per answer, but is less accurate than full mode. "
@@ -259,7 +259,7 @@ def _trade(model: AnyModel, recipe: Recipe, folder: Path | None) -> str:
     return (
         f"{start}which recomputes {100 * recipe.recompute:g} % of the passages' tokens for each "
         "question, with attention to everything before them. `blockattn-rag eval` measures how "
-        f"many of full mode's correct answers this keeps. Recipe {FAST!r} recomputes none. "
+        f"many of full mode's correct answers this keeps. The recipe {FAST!r} recomputes none. "
         f"{repair}."
     )
 

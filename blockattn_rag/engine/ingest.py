@@ -26,14 +26,14 @@ _WINDOW = 256
 
 @dataclass(frozen=True, slots=True)
 class EncodeStats:
-    """Statistics of ``precompute``. Only counts distinct blocks that have tokens.
+    """Statistics of ``BlockAttentionEngine.precompute``, over distinct blocks that have tokens.
 
     Args:
-        computed: Blocks computed and stored.
-        reused: Blocks that were already stored.
-        computed_tokens: Tokens of the computed blocks.
+        computed: Number of blocks computed and stored.
+        reused: Number of blocks that were already stored.
+        computed_tokens: Number of tokens in the computed blocks.
         stored_bytes: Size of the computed blocks in bytes.
-        seconds: Duration of the call.
+        seconds: Duration of the call in seconds.
     """
 
     computed: int = 0
@@ -44,7 +44,7 @@ class EncodeStats:
 
 
 def blocks_to_encode(texts: Sequence[str | Block] | BlockPrompt) -> tuple[list[Block], bool]:
-    """Convert the argument of ``encode`` to blocks, and whether the first block starts a prompt."""
+    """Convert ``encode``'s argument to blocks. Also returns whether the first starts a prompt."""
     if isinstance(texts, str) or not isinstance(texts, (Iterable, BlockPrompt)):
         raise TypeError(f"Expected a list of texts, found {type(texts).__name__}: pass [text]")
     as_prompt = isinstance(texts, BlockPrompt)

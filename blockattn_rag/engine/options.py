@@ -35,10 +35,10 @@ class GenerateOptions:
 
     @classmethod
     def parse(cls, given: Mapping[str, Any], recipe: Recipe) -> GenerateOptions:
-        """Parse the keyword arguments of ``generate``, except for the recipe, which is resolved.
+        """Parse the keyword arguments of ``generate``. ``recipe``: The resolved recipe.
 
         Unknown arguments are passed to transformers' ``generate``. ``stop_strings`` is handled as
-        ``stop``, because transformers would search the prompt too.
+        ``stop``, because transformers would also search the prompt for these strings.
         """
         rest = dict(given)
         rest.pop("recipe", None)

@@ -1,4 +1,4 @@
-"""RecipeOutline: the identity of a recipe, and its text form.
+"""RecipeOutline: the identity of a recipe, and its text form. Does not import torch.
 
 The text form lists the settings that need no fitting, joined by ``+``::
 
@@ -8,8 +8,6 @@ The text form lists the settings that need no fitting, joined by ``+``::
     promote:1             passages at the end of the prompt to compute with the question
     head+recompute:0.1    several settings
     fast                  the best settings that cost nothing per answer: the same as ``head:4``
-
-Importing this module does not load torch.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ STOCK = "head+recompute:0.1"
 most correct answers among such settings (docs/quality.md)."""
 
 STOCK_SOURCE = "stock model"
-"""``Recipe.source`` of these settings."""
+"""``Recipe.source`` of a recipe with the settings ``STOCK``."""
 
 FAST, FREE_SINK = "fast", "head:4"
 """Name of the best settings without a cost per answer, and their sink."""
@@ -40,8 +38,8 @@ TEXT_FORMS = (
 
 @dataclass(frozen=True, slots=True)
 class RecipeOutline:
-    """A ``Recipe`` with a digest in place of its adapter. With one model, equal outlines lead to
-    equal answers."""
+    """A ``Recipe`` with a digest in place of its adapter. For the same model, recipes with equal
+    outlines lead to equal answers."""
 
     sink: str
     adapter: str = ""  # Digest. Empty: no adapter.

@@ -36,8 +36,8 @@ def to_block_prompt(prompt: LatePrompt) -> BlockPrompt:
 class Group:
     """Concurrent calls whose requests should share a batch.
 
-    Requests with ``options`` wait until each of the ``at_once`` running calls has submitted one, or
-    has ended without one, for example because its answer was cached.
+    Requests with ``options`` wait until each of the ``at_once`` running calls has submitted its
+    request, or has ended without a request, for example because its answer was cached.
     """
 
     _current: ContextVar[Group | None] = ContextVar("blockattn_group", default=None)
@@ -62,7 +62,7 @@ class Group:
             self._current.reset(token)
 
     def dissolve(self) -> None:
-        """Stop waiting for calls that have not started, because some never will."""
+        """Stop waiting for calls that have not started, because they may never start."""
         with self._lock:
             self._remaining = 0
         self.on_change()
@@ -73,7 +73,7 @@ class Group:
         return group if group is not None and group._options == options else None
 
     def is_complete(self, waiting: int) -> bool:
-        """Whether all running calls have submitted a request; ``waiting`` counts the requests."""
+        """Whether all running calls have submitted a request. ``waiting``: Number of requests."""
         return waiting >= min(self._at_once, self._remaining)
 
 
@@ -122,12 +122,12 @@ class Pending(Generic[T]):
         return self.group is None and (self.needs is None or self.needs.done())
 
     def begin(self) -> bool:
-        """Mark the work as running, unless its caller is gone. Returns whether to run it."""
+        """Mark the work as running, unless its caller has left. Returns whether to run it."""
         return not self.left and self.answer.set_running_or_notify_cancel()
 
     def fail(self, error: BaseException) -> None:
         if isinstance(error, StopIteration):  # asyncio futures reject StopIteration.
-            named = RuntimeError(f"Creating the prompt or its answer raised {error!r}")
+            named = RuntimeError(f"Creating the prompt or its answer raised {error!r}.")
             named.__cause__ = error
             error = named
         if not self.answer.done():
@@ -149,7 +149,7 @@ class Pending(Generic[T]):
 
 
 class Job(Pending[T]):
-    """A function to run between answers, such as one that encodes a few blocks."""
+    """A function to run between answers, for example to encode a few blocks."""
 
     def __init__(self, work: Callable[[], T]) -> None:
         super().__init__()
@@ -171,8 +171,8 @@ class PendingRequest(Pending[Generation]):
     """A prompt that is waiting for its answer.
 
     Args:
-        prompt: The prompt, or a function that creates it outside the caller's thread, because it
-            may be slow and the caller may be an event loop.
+        prompt: The prompt, or a function that creates it. The function may be slow, so it runs
+            outside the caller's thread, which may run an event loop.
         needs: Future of the compiled grammar. Other requests may run before it is done.
     """
 

@@ -1,7 +1,7 @@
-"""Recipes: how a model runs in block mode.
+"""Recipes: settings for running a model in block mode.
 
-Models that are not block-fine-tuned give worse answers in block mode. A recipe improves the
-answers, mainly by changing how passages are encoded, which adds no cost per answer.
+Models that are not block-fine-tuned answer less accurately in block mode than in full mode. A
+recipe reduces this loss, mainly by changing how passages are encoded, at no cost per answer.
 ``blockattn-rag repair`` creates a recipe and saves it as a folder::
 
     recipe.json             the fields of ``Recipe`` with the measurements of ``repair``, its
@@ -39,7 +39,7 @@ from blockattn_rag.prompts.sinks import NO_SINK, check_sink
 
 @dataclass(frozen=True)  # Without slots: cached_property needs a __dict__.
 class Recipe:
-    """How a model runs in block mode. Equal recipes lead to equal answers.
+    """Settings for running a model in block mode. Equal recipes lead to equal answers.
 
     Args:
         sink: Prefix tokens that passages are encoded with, such as ``"head:4"``; see
@@ -111,7 +111,8 @@ class Recipe:
             )
         if not self.fingerprints:
             raise ValueError(
-                "A recipe with an adapter requires the fingerprints of its models, found none."
+                "A recipe with an adapter requires the fingerprints of its models, found none: "
+                "pass fingerprints=(model.fingerprint,)."
             )
         if self.adapter.sink != self.sink:
             raise ValueError(
@@ -126,8 +127,8 @@ class Recipe:
 
     @classmethod
     def of_text(cls, text: str) -> Recipe | None:
-        """Parse a text form, such as ``"head+recompute:0.1"``; see ``engine.outline``. None for any
-        other text, such as a folder's path.
+        """Parse a text form, such as ``"head+recompute:0.1"``; see ``engine.outline``. Returns None
+        for any other text, such as a folder's path.
 
         Raises:
             ValueError: a value is out of range.
@@ -173,7 +174,7 @@ class Recipe:
             plot: PNG image of the report.
 
         Raises:
-            ValueError: the report is too large or not plain JSON, or ``folder`` has other files.
+            ValueError, TypeError: the report is invalid, or ``folder`` contains other files.
             OSError: the folder is not writable, or is locked by another process for over a minute.
         """
         fields = {"digest": self.digest, **self._fields(), "report": dict(self.report)}
@@ -191,7 +192,7 @@ class Recipe:
 
     @classmethod
     def load(cls, folder: str | Path) -> Recipe:
-        """Read a recipe from its folder, and verify all files.
+        """Read a recipe from its folder, and verify it and its adapter.
 
         Raises:
             ValueError: the folder contains no recipe, or the recipe is damaged.

@@ -152,7 +152,7 @@ def write_recipe(folder: Path, fields: Mapping[str, Any], parts: Mapping[str, by
 
 
 def check_replaceable(folder: Path) -> None:
-    """Check that saving a recipe to a folder would only delete a recipe."""
+    """Raise ``ValueError`` unless the folder is missing, empty, or contains only a recipe."""
     path = folder / RECIPE_FILE
     if RECIPE_FILE in _own_names(folder) and not _is_recipe(path):
         raise ValueError(
@@ -219,7 +219,7 @@ def _is_own(path: Path) -> bool:
 
 
 def _is_recipe(path: Path) -> bool:
-    """Whether this is the ``recipe.json`` of a recipe, even a damaged one or of another version."""
+    """Whether this is a recipe's ``recipe.json``, which may be damaged or of another version."""
     with path.open("rb") as file:
         content = file.read(MOST_JSON_BYTES)
     try:

@@ -25,8 +25,8 @@ class ReuseStats:
 
     Args:
         mode: The request's mode.
-        hits: Context blocks found in the store.
-        misses: Context blocks computed.
+        hits: Number of context blocks reused from the store or from memory.
+        misses: Number of context blocks computed.
         reused_tokens: Prompt tokens whose KV came from the store, or from an earlier prompt with
             the same context (``engine.tails``).
         computed_tokens: Prompt tokens that were computed: missing blocks, the new part of the final
@@ -65,7 +65,7 @@ class ReuseStats:
         return self.reused_tokens + self.computed_tokens
 
     def __add__(self, other: ReuseStats) -> ReuseStats:
-        """Add up counts and seconds of two requests, keeping this request's mode and recipe."""
+        """Add up the counts and seconds of two requests. Keeps this request's mode and recipe."""
         names = [field.name for field in fields(self) if field.name not in ("mode", "recipe")]
         sums = {name: getattr(self, name) + getattr(other, name) for name in names}
         return replace(self, **sums)
@@ -101,7 +101,7 @@ class Clock:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """One answer.
+    """Complete answer to a request, with its statistics.
 
     Args:
         text: Text of the answer up to a stop string, without control tokens.

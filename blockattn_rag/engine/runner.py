@@ -28,7 +28,7 @@ from blockattn_rag.prompts.blocks import BlockPrompt
 
 
 class Runner:
-    """Answers an engine's requests on the model's thread."""
+    """Part of an engine that answers its requests, on the model's thread."""
 
     def __init__(
         self,
@@ -143,7 +143,7 @@ class Runner:
         prepared = self.prepare(prompt, options)
         if prepared.limit < len(answer_ids):
             raise ContextOverflowError(
-                f"Prompt and answer do not fit in the model's {self._model.max_context_tokens} "
+                f"Prompt and answer exceed the context window of {self._model.max_context_tokens} "
                 f"tokens: there is room for {prepared.limit} of {len(answer_ids)} answer tokens"
             )
         with self._model.lock:
@@ -238,8 +238,8 @@ class Runner:
         self, prompts: Sequence[Prepared], final_tokens: int, options: GenerateOptions
     ) -> Any:
         """Assemble a KV cache from prompts' contexts, for final blocks of up to ``final_tokens``.
-        None if the model creates its own: in full mode, and for prompts without blocks, unless a
-        GPU runs them as graphs."""
+        Returns None in full mode, and for prompts without context blocks (unless CUDA graphs run
+        them), because the model then creates its own cache."""
         contexts = [prompt.context for prompt in prompts]
         if not any(context.blocks for context in contexts) and not (
             options.mode == "block"

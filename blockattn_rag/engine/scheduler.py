@@ -28,7 +28,7 @@ _LONGEST_END_S = 10.0
 
 
 class Scheduler:
-    """Runs a model in a thread that starts on demand and ends when it is idle."""
+    """Queue of a model, processed by a thread that starts on demand and ends when idle."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -65,7 +65,7 @@ class Scheduler:
                 pending.needs.add_done_callback(lambda _: self._wake())
 
     def submit_in_turn(self, work: Pending[Any]) -> None:
-        """``submit``, combined with all work from this iteration of the running event loop."""
+        """Submit work together with all other work from this iteration of the event loop."""
         loop = asyncio.get_running_loop()
         with self._changed:
             turn = self._turns.setdefault(loop, [])
@@ -79,7 +79,7 @@ class Scheduler:
         self.submit(*turn)
 
     def submit_and_wait(self, *work: Pending[T]) -> list[T]:
-        """Submit work, and return the results in order. An error drops the remaining work.
+        """Submit work, and return the results in order. An error cancels the remaining work.
 
         If the model is idle, the main thread does the work itself, so that a script loads and runs
         its model in one thread. OpenMP keeps workers for each thread that has computed, and forward
@@ -170,7 +170,7 @@ class Scheduler:
             self._changed.notify()
 
     def end(self) -> threading.Thread | None:
-        """Drop all work, and return the thread, which is about to end."""
+        """Cancel all work, and return the thread, which is about to end, or None if idle."""
         with self._changed:
             self._has_ended = True
             for pending in (*self._running, *self._waiting):

@@ -2,8 +2,7 @@
 
 Text after the last passage attends to everything before it, so its keys and values are only valid
 after the same context. If a later prompt has the same context, the longest common prefix of its
-final block and an earlier tail is reused. Reuse does not change answers, because attention reads
-the same keys and values.
+final block and an earlier tail is reused, without changing the answer.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class Start(NamedTuple):
 
     base: Hashable | None = None  # Context of the prefix. None: tails are neither used nor kept.
     tokens: int = 0
-    states: States = ()  # May be followed by the states of more tokens.
+    states: States = ()  # States of at least `tokens` tokens, the prefix first.
 
 
 NOTHING = Start()
@@ -62,8 +61,8 @@ class Tails:
     def begin(self, prepared: Prepared, options: GenerateOptions) -> Start:
         """Look up the cached prefix of a prompt's final block, which never includes the last token.
 
-        Tails are neither used nor kept in full mode, with options for transformers, if tokens are
-        recomputed, or if the model's states may differ, for example under autocast.
+        Tails are neither used nor kept in full mode, with options for transformers' ``generate``,
+        if tokens are recomputed, or if the model's states may differ, for example in autocast.
         """
         if not self._max_bytes or options.mode != "block" or options.recipe.recompute:
             return NOTHING

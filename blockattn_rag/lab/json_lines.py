@@ -1,8 +1,7 @@
 """Reading JSON Lines files, and validating their records.
 
 The argument ``where`` of a check is the record's path within its line, with a trailing dot:
-``passages[0].``. Lines are read as bytes, so that a line with invalid UTF-8 does not affect the
-others.
+``passages[0].``. Lines are read as bytes, so that invalid UTF-8 affects only its own line.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _KINDS = {dict: "an object", list: "a list", str: "a string", bool: "true or fal
 def parsed_lines(
     path: str | Path, parse: Callable[[JsonRecord, int], T], *, may_be_empty: bool = False
 ) -> Iterator[tuple[int, T]]:
-    """Parse the records of a plain or gzip JSON Lines file. Yields line numbers and results."""
+    """Parse a plain or gzip JSON Lines file with ``parse``. Yields line numbers and results."""
     number = 0
     for number, line in numbered_lines(Path(path)):
         try:
@@ -75,7 +74,7 @@ def of_kind(value: object, kind: type[_Kind], name: str) -> _Kind:
     """Return ``value``, or raise DataError if it is not a ``kind``: dict, list, str or bool."""
     if not isinstance(value, kind):
         kind_name = "null" if value is None else _KINDS.get(type(value), "a number")
-        raise DataError(f"Found {name} of {kind_name}, expected {_KINDS[kind]}")
+        raise DataError(f"Found {kind_name} for {name}, expected {_KINDS[kind]}")
     return value
 
 
@@ -99,7 +98,7 @@ def not_blank(value: object, name: str) -> str:
 def list_of(record: JsonRecord, key: str, *, may_be_empty: bool = False) -> Sequence[object]:
     items: list[object] = of_kind(value_of(record, key), list, f"'{key}'")
     if not items and not may_be_empty:
-        raise DataError(f"Found an empty list '{key}'")
+        raise DataError(f"Found an empty list '{key}', expected at least one item")
     return items
 
 

@@ -52,8 +52,8 @@ class Machine:
     """Capacities and speeds of a machine.
 
     Args:
-        memory_bytes, disk_bytes: Space for blocks (and, if the model runs on the CPU, for weights
-            in memory).
+        memory_bytes, disk_bytes: Space for blocks. If the model runs on the CPU, memory also
+            contains the weights.
         gpu_bytes: GPU memory. None: the model runs on the CPU.
         operations_per_s: Floating-point operations per second.
         device_bytes_per_s: Memory bandwidth of the device that the model runs on.
@@ -119,7 +119,7 @@ def footprint(config: Any, dtype: torch.dtype, kv_dtype: KVDtype = "model") -> F
     PyTorch's meta device, which computes only shapes."""
     factory: Any = AutoModelForCausalLM
     with torch.device("meta"):
-        # Count elements in this dtype, because some kernels support no other on the meta device.
+        # Count elements in this dtype, because some kernels support no other dtype on "meta".
         model = factory.from_config(config, dtype=torch.bfloat16)
         cache = new_cache(config)
         model(torch.zeros(1, 1, dtype=torch.long), past_key_values=cache, use_cache=True)
@@ -180,7 +180,7 @@ def plan_capacity(
     question_tokens: int = 50,
     kv_dtype: KVDtype = "model",
 ) -> CapacityPlan:
-    """Estimate storage and times for a collection of passages."""
+    """Estimate storage and times for a collection. ``top_k``: Number of passages in a prompt."""
     config = config.get_text_config(decoder=True)
     model = footprint(config, dtype, kv_dtype)
     passage, context = model.block_bytes(passage_tokens), top_k * passage_tokens

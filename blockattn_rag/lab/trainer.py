@@ -95,8 +95,8 @@ class LabTrainer(Trainer):
             self._load_from_checkpoint(str(checkpoint))
 
     def check_finite(self) -> None:
-        """Check the weights after training, because no later loss would reveal that the last step
-        diverged."""
+        """Raise ``DivergedError`` if a weight is NaN or infinite after training, because no later
+        loss would reveal that the last step diverged."""
         model: Any = self.model
         finite = torch.tensor(all(bool(p.isfinite().all()) for p in model.parameters()))
         if not self.accelerator.gather(finite.to(self.args.device)).all():
@@ -122,8 +122,8 @@ class LabTrainer(Trainer):
         return LengthGroupedSampler(self._lengths, size * self.args.world_size, self.args.seed)
 
     def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
-        """Compute and log the mean losses on the evaluation data, ``eval_loss`` or, of each of
-        several datasets, ``eval_<name>_loss``."""
+        """Compute and log the mean loss on the evaluation data: ``eval_loss``, or
+        ``eval_<name>_loss`` for each of several datasets."""
         model: Any = self.model
         data = self.eval_dataset
         was_training = model.training
@@ -151,7 +151,7 @@ class LabTrainer(Trainer):
 
 @dataclass(eq=False)
 class _Watch(TrainerCallback):
-    """Reports progress, warns if a run ends during warm-up, and stops on divergence or timeout."""
+    """Callback that reports progress, checks the warm-up, and stops diverged or late runs."""
 
     on_progress: Callable[[int, int], None]
     time_is_up: Callable[[], bool]
@@ -189,9 +189,9 @@ class _Watch(TrainerCallback):
 
 @dataclass(eq=False)
 class LengthGroupedSampler(Sampler[int]):
-    """Sampler of batches of similar lengths, in an order that depends only on seed and epoch.
+    """Sampler that groups items of similar length, in an order that depends only on seed and epoch.
 
-    The order of transformers' sampler would differ in a resumed run.
+    Transformers' sampler would use a different order in a resumed run.
     """
 
     lengths: Sequence[int]

@@ -25,7 +25,7 @@ logger = logging.getLogger("blockattn_rag")
 RUN, CHECKPOINTS = "run.json", "checkpoints"
 _LOCK = "lock"
 _FIELDS = ({"model", "training data"}, {"model", "passages"})
-"""Settings in every ``run.json``, for ``train`` and for ``repair``."""
+"""Settings by which a ``run.json`` of ``train`` or of ``repair`` is recognized."""
 
 
 def work_of(output: str | Path) -> Path:
@@ -75,7 +75,7 @@ def _check_same(work: Path, settings: Mapping[str, Any]) -> bool:
 
 @contextmanager
 def _held(work: Path) -> Iterator[None]:
-    """Lock a work folder, so that no other process uses it. Creates the folder if needed."""
+    """Lock a work folder, which is created if needed, so that no other process uses it."""
     _interrupted_run(work)
     work.mkdir(parents=True, exist_ok=True)
     try:
@@ -93,7 +93,7 @@ def work_folder(
     work: Path, settings: Mapping[str, Any], is_worth_keeping: Callable[[BaseException], bool]
 ) -> Iterator[None]:
     """Lock a work folder during a run, which resumes an interrupted run with the same settings. If
-    the run fails with an error that is not worth keeping it, the folder is deleted."""
+    the run raises an error, the folder is deleted unless ``is_worth_keeping(error)``."""
     # Lock before comparing the settings, so that a running process is reported as such.
     with _held(work):
         if not _check_same(work, settings):
@@ -137,8 +137,8 @@ def read_work_file(path: Path) -> dict[str, Any]:
 
 
 def last_checkpoint(folder: Path) -> Path | None:
-    """Return the newest complete checkpoint, in which ``trainer_state.json``, the last file that
-    the Trainer writes, is readable. Deletes incomplete checkpoints."""
+    """Return the newest complete checkpoint, and delete newer, incomplete checkpoints. The Trainer
+    writes ``trainer_state.json`` last, so a checkpoint is complete if this file is readable."""
     checkpoints = sorted(folder.glob("checkpoint-*"), key=lambda p: -int(p.name.rpartition("-")[2]))
     for path in checkpoints:
         try:

@@ -47,7 +47,7 @@ def _check_runnable(source: Any, what: str, hint: str) -> None:
 
 
 def _lookups(retriever: BaseRetriever, document_prompt: BasePromptTemplate[str] | None) -> Any:
-    """Create a sync and an async function that return marked passages and documents."""
+    """Create a sync and an async function that return marked passages, and their documents."""
     _check_runnable(retriever, "a retriever", "a vector store's as_retriever()")
     prompt = as_block_prompt(document_prompt)
 
@@ -86,7 +86,7 @@ def block_retriever_tool(
             document's ``page_content``.
 
     Raises:
-        TypeError: ``retriever`` is not a retriever (but, for example, a vector store).
+        TypeError: ``retriever`` is not a retriever, but, for example, a vector store.
     """
     look_up, alook_up = _lookups(retriever, document_prompt)
     return StructuredTool(
@@ -117,7 +117,7 @@ class RetrieveFirst(AgentMiddleware[Any, Any]):
             questions are looked up unchanged.
 
     Raises:
-        TypeError: ``retriever`` or ``condense`` has another type, such as a vector store or a name.
+        TypeError: ``retriever`` is not a retriever, or ``condense`` is not a chat model.
 
     Example::
 
@@ -205,7 +205,7 @@ def _message_with(passages: str, question: BaseMessage | None) -> BaseMessage:
 
 
 def _question(messages: Sequence[BaseMessage]) -> str | None:
-    """Return the question that the agent must answer, or None if the last message is not one."""
+    """Return the text of the last message, or None if it is not a question from the user."""
     last = messages[-1] if messages else None
     text = last.text if isinstance(last, HumanMessage) else ""
     return text if text.strip() else None

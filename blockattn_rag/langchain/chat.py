@@ -161,15 +161,15 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):
         """Return a model whose answers are objects that match a schema. A grammar enforces the
         schema.
 
-        The prompt includes the schema only with ``"function_calling"``, so otherwise describe the
-        fields in the prompt. Streams yield partial objects, or complete tool arguments.
+        Describe the fields in the prompt, unless ``method`` is ``"function_calling"``, which adds
+        the schema to the prompt. Streams yield partial objects, or complete tool arguments.
 
         Args:
             schema: A pydantic class, whose instances are returned, or a TypedDict, JSON schema or
                 OpenAI tool, for which dicts are returned.
             method: ``"json_schema"``: the answer is the object. ``"json_mode"``: the same, but the
                 schema is optional. ``"function_calling"``: the model must call a tool whose
-                arguments are the object, if the chat template supports tools.
+                arguments are the object; without tool support, same as ``"json_schema"``.
             include_raw: Whether to return a dict with ``raw``, ``parsed`` and ``parsing_error``.
             strict: Has no effect, because answers always match the schema.
 
@@ -198,7 +198,7 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):
         """Convert messages to blocks with the model's chat template.
 
         Args:
-            tools, chat_template_kwargs: As in a call.
+            tools, chat_template_kwargs: Tool definitions and template variables, as in a call.
 
         Raises:
             ValueError: The chat template does not support the variables or tools, or is missing, or
@@ -217,8 +217,8 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):
         tokenizer = self.source.tokenizer.tokenizer
         if not has_chat_template(tokenizer):
             raise ValueError(
-                f"The tokenizer of {self.model_name} has no chat template: set its chat_template. "
-                "For a base model, a template that joins the messages' contents is enough"
+                f"The tokenizer of {self.model_name or 'this model'} has no chat template: set its "
+                "chat_template. For a base model, a template that joins the messages' contents is enough"
             )
         variables = template_variables(self, chat_template_kwargs)
         turns = template_messages(chat_turns(messages))

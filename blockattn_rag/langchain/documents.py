@@ -111,12 +111,12 @@ def format_blocks(
 
 
 class BlockKVCompressor(BaseDocumentCompressor):
-    """Sets the handle of each retrieved document to that of its current text.
+    """Document compressor that updates each document's handle to that of its current text.
 
     Use it in ``ContextualCompressionRetriever``. Returns all documents, with their full text. Stale
-    handles are replaced and logged. Answers are correct either way, but if the text was replaced in
-    the vector store without ingestion, ``store gc`` uses wrong handles, and if an earlier step
-    shortens documents for each question, they are never reused.
+    handles are replaced, which is logged. They never change answers, but have a cause to fix: text
+    was replaced in the vector store without ingestion, or an earlier step shortens documents for
+    each question, so they are never reused.
 
     Args:
         document_prompt: Prompt that formats one document. The chain must use the same prompt.

@@ -1,4 +1,4 @@
-"""Pydantic fields of components with an engine, and of language models."""
+"""Base classes with the pydantic fields of components that have a model."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class SourceFields(BaseModel):
     block_template: BlockTemplate = BLANK_LINE
     recipe: str = "auto"
     source: Source = Field(exclude=True, repr=False)
-    """A field, because LangChain copies components by their fields. Copies share the weights."""
+    """Source of the model, which copies share. LangChain copies only fields, so this is a field."""
 
     @model_validator(mode="before")
     @classmethod

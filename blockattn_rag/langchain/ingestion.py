@@ -22,13 +22,13 @@ class BlockKVTransformer(SourceFields, BaseDocumentTransformer):
     """Ingestion step that encodes documents as blocks, stores their KV, and adds their handles.
 
     Put it after the splitter and before the vector store. Blocks that are already stored are
-    skipped, also those of an interrupted run. Returned documents are copies with
+    skipped, including those of an interrupted run. Returned documents are copies with
     ``metadata["kv_handle"]`` and ``metadata["kv_source"]`` if they have text.
 
     Args:
         model, engine, kv_store, block_template, recipe, ...: See ``SourceFields``.
-        llm: Chat model, with or without bound options, whose model, store, template and recipe to
-            use. Replaces the above.
+        llm: Chat model, with or without bound options, whose model, store, template and recipe are
+            used. Replaces the above.
         server: Address of a server that encodes the documents into its own store, such as
             ``"http://gpu:8000"``, or a list of servers that share a store. Replaces the above.
         journal: Folder that records which server stored which passage (see ``ServerPool``).
@@ -84,7 +84,7 @@ class HashingEmbeddings(Embeddings):
     It matches only passages that share words with the question. Do not use it in production.
 
     Args:
-        dimensions: Length of the vectors, which are unit vectors.
+        dimensions: Number of dimensions of the vectors, which have length 1.
     """
 
     def __init__(self, dimensions: int = 2048) -> None:

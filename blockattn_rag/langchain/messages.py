@@ -72,7 +72,7 @@ def _role_of(message: BaseMessage) -> str:
     for kind, role in _ROLES.items():
         if isinstance(message, kind):
             return role
-    raise ValueError(f"Chat templates have no role for a {type(message).__name__}")
+    raise ValueError(f"Chat templates have no role for a {type(message).__name__}; remove it")
 
 
 def _text_of(message: BaseMessage) -> str:
@@ -133,7 +133,7 @@ def chat_result(step: Step, model_name: str | None) -> ChatResult:
 
 
 def chat_chunk(step: Step, model_name: str | None, *, is_v1: bool) -> ChatGenerationChunk:
-    """Convert a step of a stream. Only the last has usage metadata, because LangChain sums it."""
+    """Convert a step of a stream. Only the last has usage metadata, which LangChain adds up."""
     # Send each call in one chunk, because LangChain completes the JSON of partial arguments.
     # Invalid calls must not parse as JSON, or LangChain would treat them as valid.
     calls: list[tuple[ToolCall | InvalidToolCall, str]] = [

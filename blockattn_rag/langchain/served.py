@@ -1,4 +1,4 @@
-"""Chat model for models on a server, based on LangChain's class for OpenAI-compatible servers."""
+"""Chat model that calls a server, based on LangChain's class for OpenAI-compatible servers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def served_llm(
 
     Raises:
         ServingError: The server is unreachable, lacks this package's connector, or has another
-            marker key.
+            marker key; or its model has no chat template.
     """
     client = ServerClient(url, api_key)
     client.check_markers()

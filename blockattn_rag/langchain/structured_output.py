@@ -1,4 +1,4 @@
-"""Chat models whose answers are objects of a schema, enforced by a grammar."""
+"""Chat models whose answers match a schema, which a grammar enforces."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def structured_chat(
         raise ValueError(f"Unknown method {method!r}: expected one of {known}")
     if schema is None and method != "json_mode":
         raise ValueError(
-            f"The method {method!r} requires a schema; only json_mode works without one"
+            f"The method {method!r} requires a schema; pass one, or use method='json_mode'"
         )
     format_info = {"kwargs": {"method": method, "strict": strict}, "schema": schema}
     named = None if schema is None else named_schema(schema)
@@ -72,7 +72,7 @@ def structured_chat(
 def named_schema(schema: Any) -> dict[str, Any]:
     """Convert any schema that LangChain accepts to a JSON schema with a name."""
     if isinstance(schema, type) and is_basemodel_subclass(schema):
-        # Use pydantic, because LangChain's conversion inlines references, even recursive ones.
+        # Use pydantic, because LangChain's conversion inlines references, even if recursive.
         pydantic: Any = schema  # Class of pydantic 1 or 2.
         of = getattr(pydantic, "model_json_schema", None) or pydantic.schema
         return {"name": schema.__name__, "schema": of()}
@@ -95,7 +95,7 @@ def named_schema(schema: Any) -> dict[str, Any]:
 
 
 def _with_raw(model: Runnable[Any, BaseMessage], parser: Any) -> Runnable[Any, Any]:
-    """Return a runnable for LangChain's dict of message, parsed object and parsing error."""
+    """Create a runnable that returns a dict of message, parsed object and parsing error."""
     parsed = RunnablePassthrough.assign(
         parsed=itemgetter("raw") | parser, parsing_error=lambda _: None
     )

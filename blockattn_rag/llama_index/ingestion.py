@@ -38,16 +38,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger("blockattn_rag")
 
 _LONG = 8000
-"""Characters of a long passage: about twice the default chunk size of LlamaIndex's splitter."""
+"""Number of characters above which a document should be split: about two default chunks."""
 
 
 class BlockKVTransform(SourceComponent, TransformComponent):
     """Ingestion step that encodes nodes as blocks, stores their KV, and adds their handles.
 
     Put it after all steps that change text or metadata. A node's block is its content in
-    ``MetadataMode.LLM``. Blocks that are already stored are skipped, also those of an interrupted
-    run. Returned nodes are copies with ``metadata["kv_handle"]``, which is excluded from the text
-    for the LLM and the embedding model. Nodes without text are returned unchanged.
+    ``MetadataMode.LLM``. Stored blocks are skipped, including those of an interrupted run. Returned
+    nodes are copies with ``metadata["kv_handle"]``, which is excluded from the text for the LLM and
+    the embedding model. Nodes without text are returned unchanged.
 
     With a pipeline cache, the first ingestion reads the model's weights to compute a fingerprint,
     so that cached results of other models, stores or templates are not used.
@@ -57,15 +57,15 @@ class BlockKVTransform(SourceComponent, TransformComponent):
         server: Address of a server that encodes the nodes into its own store, such as
             ``"http://gpu:8000"``, or a list of servers that share a store. Replaces the above.
         journal: Folder that records which server stored which passage (see ``ServerPool``).
-        api_key: API key of the server. Default: the environment variable ``BLOCKATTN_RAG_API_KEY``,
-            which other processes also use.
-        llm: LLM whose model, store, template and recipe, or whose server, to use. Replaces the
+        api_key: API key of the server, which is not pickled. Default: the environment variable
+            ``BLOCKATTN_RAG_API_KEY``, which worker processes also read.
+        llm: LLM whose server, or whose model, store, template and recipe, are used. Replaces the
             above.
         block_template: Text around each passage. The LLM must use the same template.
         show_progress: Whether to show a progress bar.
         hide_file_paths: Whether to exclude ``file_path`` of ``SimpleDirectoryReader`` from blocks.
-        metadata_key: Metadata key whose value replaces the node's text, if present, as in
-            ``MetadataReplacementPostProcessor``, such as ``"window"``.
+        metadata_key: Metadata key, such as ``"window"``, whose value replaces the text of nodes
+            that have this key, as in ``MetadataReplacementPostProcessor``.
 
     Example::
 
@@ -170,7 +170,7 @@ class BlockKVTransform(SourceComponent, TransformComponent):
         return await asyncio.to_thread(self, nodes, **kwargs)
 
     def to_dict(self, **kwargs: Any) -> dict[str, Any]:
-        """Return the fields, and all other values that ``IngestionCache`` has to compare."""
+        """Return the fields, and all other values that identify results in ``IngestionCache``."""
         return {**super().to_dict(**kwargs), **self._source.storage}
 
     @classmethod
@@ -205,8 +205,8 @@ def _shown(node: BaseNode, metadata_key: str | None) -> BaseNode:
 def _without_file_path(node: BaseNode) -> BaseNode:
     """Return the node, or a copy whose LLM view excludes the path from ``SimpleDirectoryReader``.
 
-    The reader also adds the file name and hides it, which distinguishes its path from one that the
-    user added. Nodes with a custom template keep the path, because the template's author chose it.
+    The reader also adds and hides the file name, which distinguishes the reader's path from a path
+    that the user added. Nodes with a custom template keep the path, which the template may use.
     """
     path, name = node.metadata.get("file_path"), node.metadata.get("file_name")
     hidden = node.excluded_llm_metadata_keys
@@ -248,10 +248,10 @@ class HashingEmbedding(BaseEmbedding):
 
 
 def add_nodes(vector_store: ChromaVectorStore, nodes: Sequence[BaseNode], client: Any) -> list[str]:
-    """Add embedded nodes to a vector store of the Chroma client, in batches that it accepts.
+    """Add embedded nodes to a Chroma vector store in batches that ``client`` accepts. Returns ids.
 
-    ``ChromaVectorStore.add`` sends up to 41665 nodes at once, which Chroma 1 rejects. Both
-    functions skip nodes whose id is already in the collection. To replace them, delete them first.
+    ``ChromaVectorStore.add`` sends up to 41665 nodes at once, which Chroma 1 rejects. Nodes whose
+    id is already in the collection are skipped; to replace them, delete the stored nodes first.
     """
     size = client.get_max_batch_size()
     batches = (list(nodes[at : at + size]) for at in range(0, len(nodes), size))

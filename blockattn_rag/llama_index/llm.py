@@ -246,7 +246,7 @@ class BlockAttentionLLM(PromptMaking, StructuredPrediction, CustomLLM, FunctionC
         """Return the tool calls of a response.
 
         Raises:
-            ToolCallError: ``error_on_no_tool_call`` is True, and there is no or an invalid call.
+            ToolCallError: ``error_on_no_tool_call`` is True, and a call is missing or invalid.
         """
         message = response.message
         calls = [block for block in message.blocks if isinstance(block, ToolCallBlock)]

@@ -105,7 +105,7 @@ class BlockReuseEvent(BaseEvent):
 
 
 class Responses:
-    """Creates responses with the answer so far. The last step dispatches ``BlockReuseEvent``."""
+    """Converter of a stream's steps to responses. The last step dispatches ``BlockReuseEvent``."""
 
     def __init__(self, *, streamed: bool = False) -> None:
         self._streamed = streamed
@@ -134,7 +134,7 @@ class Responses:
         return ChatResponse(message=message, **fields)
 
     def _take(self, step: Step) -> dict[str, Any]:
-        """Add a step. Returns the fields that completions and chats share."""
+        """Add a step. Returns the fields that completion and chat responses share."""
         self._text += step.text
         self._thoughts += step.thoughts
         fields: dict[str, Any] = {}

@@ -1,5 +1,5 @@
-"""Nodes as blocks. Only a node's *LLM view*, ``get_content(MetadataMode.LLM)``, which synthesizers
-read, has markers, so source nodes, rerankers and evaluators receive clean text.
+"""Nodes as blocks. Only a node's *LLM view*, ``get_content(MetadataMode.LLM)``, contains markers.
+Synthesizers read this view. Source nodes, rerankers and evaluators receive clean text.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def as_plain_node(node: BaseNode) -> BaseNode:
 
 
 def canonical_text(node: BaseNode) -> str:
-    """Text that a node's handle is computed from: its stripped LLM view."""
+    """Return the text that a node's handle is computed from: its stripped LLM view."""
     return _without_handle_in_views(node).get_content(metadata_mode=MetadataMode.LLM).strip()
 
 
@@ -98,7 +98,7 @@ def _without_handle_in_views(node: BaseNode) -> BaseNode:
 
 
 class BlockKVPostprocessor(BaseNodePostprocessor):
-    """Puts block markers around each passage in the LLM's prompt, and orders the passages.
+    """Postprocessor that puts block markers around passages in the LLM's prompt, and orders them.
 
     Put it last in ``node_postprocessors``. Nodes that were not ingested are marked, too, and are
     encoded for the first answer. Returned nodes are copies.

@@ -19,7 +19,7 @@ from blockattn_rag.prompts.markers import MarkedSpan, parse, remove_orphans, wra
 
 @runtime_checkable
 class BlockLLM(Protocol):
-    """Interface for packing, implemented by ``BlockAttentionLLM`` and ``ServedLLM``."""
+    """LLM whose prompts can be packed: a ``BlockAttentionLLM`` or ``ServedLLM``."""
 
     @property
     def metadata(self) -> LLMMetadata: ...
@@ -33,11 +33,11 @@ class BlockLLM(Protocol):
 
 
 class BlockTextSplitter(TokenTextSplitter):
-    """Packs marked text into chunks of complete blocks, and splits other text as usual.
+    """Text splitter that packs marked text into chunks of complete blocks.
 
     Chunks of blocks do not overlap. Text directly before a block, such as a source number, stays
     with the block. A block that is larger than a chunk is split into blocks that fit. The tokens of
-    ``block_template`` are counted, too.
+    ``block_template`` are counted, too. Text without blocks is split as usual.
     """
 
     _block_template: BlockTemplate = PrivateAttr()
@@ -97,7 +97,7 @@ class BlockTextSplitter(TokenTextSplitter):
                 yield part, self._count(part)
 
     def _cut(self, span: MarkedSpan, block: str, chunk_size: int) -> Iterator[tuple[str, int]]:
-        """Split a block into blocks that fit. Altered text keeps its markers, which reveal it."""
+        """Split a block into blocks that fit. Altered text keeps its markers and stays altered."""
         opening, closing = block[: block.index("]]") + 2], block[block.rindex("[[") :]
         room = max(1, chunk_size - self._block_tokens("") - 1)
         cutter = TokenTextSplitter(room, 0, self._tokenizer, separator=self.separator)

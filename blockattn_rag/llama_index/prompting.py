@@ -159,8 +159,8 @@ class PromptMaking(SourceComponent, LLM):
 
 
 def with_whole_passages(prompt_args: dict[str, Any]) -> dict[str, Any]:
-    """Restore the markers of passages that LlamaIndex's prompt helper cut. After a template is
-    filled, the boundaries of the pieces are unknown."""
+    """Restore the markers of passages that LlamaIndex's prompt helper cut. This must be done before
+    the template is filled, which hides where a piece starts and ends."""
     return {
         name: close_cut_passages(value) if isinstance(value, str) and name != "query_str" else value
         for name, value in prompt_args.items()

@@ -1,4 +1,4 @@
-"""LLM for models on a server, based on LlamaIndex's class for OpenAI-compatible servers."""
+"""LLM that calls a server, based on LlamaIndex's class for OpenAI-compatible servers."""
 
 from __future__ import annotations
 

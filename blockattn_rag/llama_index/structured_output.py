@@ -31,7 +31,7 @@ class StructuredPrediction(LLM):
     """LLM methods that return objects, used by ``output_cls`` and ``as_structured_llm``.
 
     The schema is appended to the last message, and a grammar enforces it. Calls raise
-    ``IncompleteAnswerError`` or, if the schema does not compile, ``GrammarError``.
+    ``IncompleteAnswerError`` if the answer is cut off, and ``GrammarError`` for invalid schemas.
     """
 
     @dispatcher.span
@@ -103,7 +103,7 @@ class StructuredPrediction(LLM):
 
 
 class _PartialObjects:
-    """Parses a stream's steps as partial objects, and the last step as a complete object."""
+    """Parser of a stream's steps as partial objects, and of the last step as a complete object."""
 
     def __init__(self, output_cls: type[BaseModel]) -> None:
         self._output_cls = output_cls

@@ -1,6 +1,6 @@
-"""Prompts: splits text into blocks, and blocks into token ids. Does not import torch.
+"""Prompts made of blocks: their parts, their formats, and functions that split text into blocks.
 
-Public names are the parts of a prompt, prompt formats, and functions that split text.
+Importing this package does not load torch.
 """
 
 from blockattn_rag.prompts.blocks import Block, BlockPrompt, BlockTemplate, Span, handle_of

@@ -32,9 +32,9 @@ class Keep(NamedTuple):
     """Where a block's KV may be kept. Determined by the block's origin (``keep_of``).
 
     Args:
-        is_private: Whether only private blocks can hit the KV, so that response times do not reveal
-            which passages are stored.
-        is_stored: Whether the KV is stored. Otherwise, it only stays in memory.
+        is_private: Whether only other private blocks can hit the KV, so that response times do not
+            reveal which passages are stored.
+        is_stored: Whether the KV is written to the store. If not, it is only kept in memory.
     """
 
     is_private: bool
@@ -49,14 +49,14 @@ PRIVATE = Keep(is_private=True, is_stored=False)
 def keep_of(origin: Origin) -> Keep:
     """Determine where the KV of a block with this origin may be kept.
 
-    System messages are first kept in memory, and stored on their second use, because many contain a
-    date or a name, and are never used again.
+    A system message is stored on its second use. Until then, it is only kept in memory, because
+    many system messages contain a date or a name, and are never used again.
     """
     return Keep(origin not in ("passage", "system"), origin == "passage")
 
 
 def handle_of(text: str) -> str:
-    """Content address of a block's canonical text: 32 hex digits, 128 bits of its SHA-256."""
+    """Content address of a block's text: the first 32 hex digits of its SHA-256."""
     # Untrusted strings may contain lone surrogates.
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
@@ -112,7 +112,7 @@ class Block:
     """A piece of text whose tokens only attend to each other.
 
     Args:
-        text: Canonical text, whose digest is the handle.
+        text: Text without the template. Its digest is the handle.
         template: Text before and after ``text`` when the block is encoded.
         spans: ``text`` by origin. Default: one passage.
     """
@@ -155,7 +155,7 @@ class Block:
 
     @property
     def rendered(self) -> str:
-        """Template and text, as they are tokenized."""
+        """The text with its template, as it is tokenized."""
         return self.template.before + self.text + self.template.after
 
     @property
@@ -191,7 +191,7 @@ class BlockPrompt:
                 f"{type(self.final).__name__}"
             )
         if not self.context and not self.final:
-            raise ValueError("The prompt is empty: it has no context block and no final text")
+            raise ValueError("The prompt is empty: pass a final text, such as a question")
         spans = merged(self.final_spans or [Span(self.final, "prompt")])
         if text_of(spans) != self.final:
             raise ValueError("Expected final_spans that concatenate to the final text")
@@ -201,7 +201,7 @@ class BlockPrompt:
     def from_texts(cls, texts: Sequence[str | Block]) -> BlockPrompt:
         """Create a prompt from a list whose last item is the final block.
 
-        All other strings are passages, in which control tokens are not parsed. Drops empty strings.
+        Other strings are passages, in which control tokens are not parsed. Empty ones are dropped.
         """
         is_list = isinstance(texts, Iterable) and not isinstance(texts, (str, bytes, Mapping))
         if not is_list or not texts:
@@ -222,8 +222,8 @@ class BlockPrompt:
         """Create a prompt from spans. Each passage becomes a block with ``template``.
 
         Text before the first passage becomes the first block, and text after the last passage the
-        final block. Text between two passages becomes a separate block. White space between them is
-        dropped, because the template has its own separator.
+        final block. Text between two passages becomes a separate block, or is dropped if it is only
+        white space, because the template has its own separator.
         """
         context: list[Block] = []
         between: list[Span] = []

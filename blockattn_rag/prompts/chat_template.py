@@ -120,7 +120,7 @@ def _trace(
     variables: Mapping[str, Any],
     control_tokens: Sequence[str],
 ) -> tuple[Spans, set[int]]:
-    """Return a prompt as spans, and the numbers of its slots. The first content has slot 0."""
+    """Return a prompt as spans, and the numbers of the slots that the template renders."""
     slots = _Slots()
 
     def without_control(value: str, _: str) -> str:
@@ -180,7 +180,7 @@ def spans_of(message: Message) -> Spans:
 
 
 def _plain_id(value: str, field: str) -> str:
-    # The length stays the same, because some templates check it.
+    # Characters are replaced, not removed, because some templates check the length.
     return _HARMFUL_CHARACTER.sub("_", value)[:128] if field in _ID_FIELDS else value
 
 
@@ -217,7 +217,7 @@ def _merge_same_role(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 class _Slots:
-    """Placeholders for contents, with unguessable names."""
+    """Placeholders for untrusted strings, with random names that no string can contain."""
 
     def __init__(self) -> None:
         self._name = f"Kv{secrets.token_hex(8)}"
@@ -250,7 +250,7 @@ class _Slots:
 def _with_strings(value: Any, change: Callable[[str, str], str], field: str = "") -> Any:
     """Replace each string in a nested value with ``change(string, name of its field)``.
 
-    Names in the arguments of a call are arbitrary, so all strings there are ``arguments``.
+    Field names in the arguments of a tool call are arbitrary, so all of them are ``"arguments"``.
     """
     if isinstance(value, Mapping):
         return {
@@ -281,7 +281,7 @@ def _find(contents: Sequence[Spans], text: str, template: Sequence[str]) -> list
 
 
 def _as_templates_show(spans: Spans) -> Iterator[Spans]:
-    """Yield a content as templates render it: trimmed, without thoughts, escaped."""
+    """Yield the forms in which templates render a content: trimmed, without thoughts, escaped."""
     text, end = text_of(spans), "</think>"
     stop, right = len(text), len(text.rstrip())
     parts = []

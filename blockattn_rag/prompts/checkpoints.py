@@ -14,7 +14,7 @@ from blockattn_rag.prompts.formats import CHAT, PromptFormat, prompt_format
 from blockattn_rag.prompts.sinks import NO_SINK
 
 AUTO_FORMAT = "auto"
-"""Selects the format that a known checkpoint was trained with, or ``chat`` for other models."""
+"""Name for the format that a known checkpoint was trained with, or ``chat`` for other models."""
 
 # The command line shows this logger's messages as notes.
 logger = logging.getLogger("blockattn_rag.app.rag")
@@ -22,7 +22,7 @@ logger = logging.getLogger("blockattn_rag.app.rag")
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A published model that was fine-tuned with blocks, or its control model trained without.
+    """A published block-fine-tuned model, or a control model that was trained in full mode.
 
     Args:
         hub_id: Name on the Hugging Face hub.
@@ -45,7 +45,7 @@ class Checkpoint:
 
 
 def other_switches(model: str, trained: Mapping[str, str], used: Mapping[str, str]) -> str:
-    """Sentence on how options differ from those used in training. Empty if they match."""
+    """Sentence that warns of options that differ from training. Empty if all options match."""
     if all(used[name] == value for name, value in trained.items()):
         return ""
     with_, other = (
@@ -102,10 +102,10 @@ def format_for(name: str | PromptFormat, model: str) -> PromptFormat:
         return CHAT
     chosen = prompt_format(known.format or CHAT)
     if known.format is None:
-        why = "because the one it was trained on is unknown; see its card"
+        why = "because the format that it was trained with is unknown; see its model card"
     elif known.confirmed:
-        why = "the one it was trained on"
+        why = "which it was trained with"
     else:
-        why = "probably the one it was trained on (unconfirmed); see its card"
+        why = "which it was probably trained with (unconfirmed); see its model card"
     logger.warning("%s: prompt format %s, %s", known.hub_id, chosen.name, why)
     return chosen

@@ -63,7 +63,7 @@ class PromptFormat:
     frame: Frame | None = None
 
     def canonical_text(self, passage: Passage) -> str:
-        """Text of a passage without the template. Its digest is the handle."""
+        """Text of a passage's block, without the template. Its digest is the handle."""
         if not passage.title:
             return passage.text.strip()
         return self.titled.format(title=passage.title, text=passage.text).strip()
@@ -90,8 +90,8 @@ class PromptFormat:
         return BlockPrompt.from_spans(spans, self.template)
 
     def user_spans(self, question: Sequence[Span], passages: Sequence[Passage]) -> tuple[Span, ...]:
-        """Create the user's message: text before the passages, the passages, and the question's
-        text."""
+        """Create the user's message: text before the passages, the passages, and the question with
+        the text around it."""
         before, _, after = self.after.partition("{question}")
         return (
             Span(self.before, "system"),  # This text is the same for every question.

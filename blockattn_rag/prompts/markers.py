@@ -9,9 +9,9 @@ ends::
 this installation's key. A marker therefore proves that this installation created it, and shows
 whether the text has changed since. Any other marker, for example in a question, is ordinary text.
 
-A text splitter may cut a passage, which leaves a marker without its partner (an *orphan*), or cut
-the partner itself. Pieces of a cut marker share digits with the orphan, so they can be removed
-without changing other text.
+A text splitter may cut a passage, which leaves a marker without its partner (an *orphan*), or may
+cut within the partner. A piece of the partner has the orphan's digits, so it can be recognized and
+removed without changing other text.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Marker(NamedTuple):
 
 
 class MarkedSpan(NamedTuple):
-    """A marked passage, ``string[start:end]`` with its markers. ``intact``: It was not changed."""
+    """A marked passage, ``string[start:end]``. ``intact``: Whether its text is unchanged."""
 
     start: int
     end: int
@@ -81,7 +81,7 @@ class MarkedSpan(NamedTuple):
 
 
 class Gap(NamedTuple):
-    """Text around marked passages, and markers in it whose partners were cut off."""
+    """Text before, between or after marked passages, and the orphans in it."""
 
     start: int
     end: int
@@ -89,14 +89,14 @@ class Gap(NamedTuple):
 
 
 class Parsed(NamedTuple):
-    """Marked passages in a string, and the gaps around them (one more than passages)."""
+    """Marked passages in a string, and the gaps around them: one gap more than passages."""
 
     passages: list[MarkedSpan]
     gaps: list[Gap]
 
 
 def wrap(text: str) -> str:
-    """Strip a text, and put markers around it. Returns an empty string for blank text."""
+    """Mark a passage: strip its text, and put markers around it. Blank text becomes ``""``."""
     if not (text := text.strip()):
         return ""
     seal = _seal(_digest(text))
@@ -187,8 +187,8 @@ def _found_key() -> bytes:
     if key := os.environ.get(KEY_VARIABLE):
         if len(key) < _SHORTEST_KEY:
             raise ValueError(
-                f"{KEY_VARIABLE} has {len(key)} characters, expected at least {_SHORTEST_KEY} "
-                "random ones: python -c 'import secrets; print(secrets.token_hex())'"
+                f"{KEY_VARIABLE} has {len(key)} characters, expected at least {_SHORTEST_KEY}: "
+                "create a key with `python -c 'import secrets; print(secrets.token_hex())'`"
             )
         return key.encode()
     try:
@@ -203,7 +203,7 @@ def _key_in(path: Path) -> bytes:
     with suppress(FileNotFoundError):
         if len(key := path.read_bytes()) == _KEY_BYTES:
             return key
-        path.unlink()  # A full disk truncated the file.
+        path.unlink()  # The file is truncated, for example because the disk was full.
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = temporary_name(path)
     temporary.touch(0o600, exist_ok=False)
@@ -219,7 +219,7 @@ def _key_in(path: Path) -> bytes:
 def segment(string: str, template: BlockTemplate = NO_TEMPLATE) -> BlockPrompt:
     """Create a prompt from a string with markers; see ``BlockPrompt.from_spans``.
 
-    Control tokens are not parsed, because it is unknown which text comes from a template.
+    Control tokens are not parsed, because the string does not show which text is from a template.
     """
     return BlockPrompt.from_spans(content_spans(string, "conversation"), template)
 

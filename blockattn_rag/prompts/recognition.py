@@ -1,11 +1,11 @@
-"""Finds passages in plain text, so that prompts need no markers: known passages, and sources that
-chat front ends mark in their messages.
+"""Finds passages in text without markers: indexed passages, and sources that chat front ends mark
+in their own way.
 
 A passage's index entry consists of a polynomial hash of the ``WINDOW`` characters in its middle, a
 hash of all characters, its length, and its handle. The middle is used because many passages start
-or end alike, with a header or a footer. A scan hashes every window of a text in one pass. Windows
-in the index lead to candidates, whose text is verified by handle, so a wrong entry can only cost
-time.
+or end alike, with a header or a footer. A scan hashes every window of a text in one pass. Each
+window that is in the index yields a candidate passage, whose text is verified by its handle, so a
+wrong entry can only cost time.
 
 Importing this module does not load torch.
 """
@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 from blockattn_rag.prompts.blocks import PASSAGES, Origin, Span, handle_of, merged, text_of
 
 Recognize: TypeAlias = bool | Literal["system"]
-"""Option of servers and engines: whether to find passages in plain text. ``"system"``: in system
-messages, too."""
+"""Option of chat models: whether to find passages in text without markers. ``"system"``: also in
+system messages."""
 
 WINDOW = 32
 """Number of characters in the middle of a passage that are hashed for lookups. Shorter passages are
@@ -49,7 +49,7 @@ _MASK = (1 << 64) - 1
 _MOST_PAIRS = 1 << 17
 _WASTED = 8  # A scan stops after hashing this multiple of its text without a match.
 
-# A run without letters and digits that is as long as a passage.
+# A run without letters and digits that is at least as long as the shortest indexed passage.
 _WORDLESS = re.compile(rf"[\W_]{{{WINDOW},}}")
 # Source marks of Open WebUI, AnythingLLM and LibreChat.
 _SOURCE_MARKS = re.compile(
@@ -111,7 +111,7 @@ def entries_of(texts: Iterable[str]) -> Entries:
 
 
 class PassageMatcher:
-    """Finds indexed passages in texts. Thread-safe. ``entries``: ``ENTRY [passages]``."""
+    """Index that finds its passages in texts. Thread-safe. ``entries``: ``ENTRY [passages]``."""
 
     def __init__(self, entries: Entries) -> None:
         order = np.argsort(np.ascontiguousarray(entries["window"]), kind="stable")
@@ -140,16 +140,17 @@ class PassageMatcher:
     def split(
         self, spans: Iterable[Span], *others: PassageMatcher, in_system: bool = False
     ) -> tuple[Span, ...]:
-        """Split passages out of a prompt's text.
+        """Find indexed passages in a prompt's spans, and split them into spans of their own.
 
         The longest passages are found first, and passages never overlap. Chat template text,
-        earlier answers and existing passages stay unchanged. Passages are not found across spans,
-        which belong to different messages (``chat_spans``), or if they start or end within a word,
-        because their tokens would differ.
+        earlier answers and existing passages stay unchanged. A passage must lie within one span,
+        and so within one message (``chat_spans``). It must not start or end within a word, because
+        its tokens would differ.
 
         Args:
-            in_system: Whether to search system messages. A passage there is separated from the
-                rules around it, so only use this if documents are as trusted as rules.
+            others: Additional indexes to search.
+            in_system: Whether to search system messages. This separates a passage from the rules
+                around it, so documents must be as trusted as the rules.
         """
         spans = tuple(span for span in spans if span.text)
         room = _room(spans)
@@ -184,7 +185,7 @@ class PassageMatcher:
 
 
 def marked_sources(spans: Iterable[Span]) -> tuple[Span, ...]:
-    """Split marked sources out of a prompt's text.
+    """Find the sources that chat front ends mark in a prompt, and make each of them a passage.
 
     A source is the text between an opening mark and the next closing mark of the same kind, such as
     ``<source id="1" name="notes.txt">`` and ``</source>``. The marks remain as text, because their
@@ -219,7 +220,7 @@ def _room(spans: Iterable[Span]) -> int:
 
 
 def _split_out(spans: Sequence[Span], places: list[tuple[int, int]]) -> tuple[Span, ...]:
-    """Split passages out of spans. ``places``: Start and end of each in the text, in order."""
+    """Turn parts of spans into passages. ``places``: Start and end of each part, in order."""
     text, at = text_of(spans), 0
     pieces: list[Span] = []
     for span, end in zip(spans, accumulate(len(span.text) for span in spans), strict=True):
@@ -284,7 +285,7 @@ def _has_words(text: str, starts: Integers, stops: Integers) -> NDArray[np.bool_
     runs = np.array([run.span() for run in _WORDLESS.finditer(text)]).reshape(-1, 2)
     if not len(runs):
         return np.ones(len(starts), np.bool_)
-    # If no earlier run exists, this is the last run.
+    # Index -1, if no run starts before the passage, selects the last run, which starts after it.
     run = runs[runs[:, 0].searchsorted(starts, "right") - 1]
     return (starts < run[:, 0]) | (stops > run[:, 1])
 

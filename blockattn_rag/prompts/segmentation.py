@@ -28,7 +28,7 @@ def conversation(
         messages: Messages with the fields ``role`` and ``content`` only.
         tokenizer: Transformers tokenizer with a chat template.
         blocks_per_turn: Maximum number of blocks per turn. Turns are split at paragraphs,
-            horizontal rules or lines. The last turn is only split if there are no others, as in
+            horizontal rules or lines. The last turn is only split if it is the only turn, as in
             single-turn training data.
 
     Raises:
@@ -85,7 +85,7 @@ def _turns(messages: Sequence[Mapping[str, str]], tokenizer: Any) -> list[_Turn]
     before, turns = pieces[0], []
     for i, (message, gap) in enumerate(zip(messages, pieces[2::2], strict=True), 1):
         both = [gap, _closing(tokenizer, marked[:i])] if i < len(messages) else [gap]
-        after = os.path.commonprefix(both)  # noqa: RUF071 (characters are meant)
+        after = os.path.commonprefix(both)  # noqa: RUF071 (compares characters)
         turns.append(_Turn(before, message["content"].strip(), after, origin_of(message["role"])))
         before = gap[len(after) :]
     return turns
@@ -116,7 +116,7 @@ _SEPARATORS = (r"\n[ \t]*\r?\n\s*", r"-{3,}\s*", r"={3,}\s*", r"\n\t\s*", r"\n\s
 def _split(text: str, limit: int) -> list[str]:
     """Split a stripped text at its coarsest separator into at most ``limit`` pieces.
 
-    No characters are lost. If there are too many cuts, those with the most equal pieces are kept.
+    No characters are lost. If there are too many cuts, the cuts that split most evenly are kept.
     """
     ends = ([cut.end() for cut in re.finditer(separator, text)] for separator in _SEPARATORS)
     cuts = [end for end in next(filter(None, ends), []) if end < len(text)]

@@ -5,10 +5,9 @@ is encoded without a prefix, its first tokens become an attention sink, so a pro
 passages has many sinks. If it is encoded after the head of a prompt, the head is the only sink, as
 in full attention (the shared prefix of APE, arXiv 2502.05431). This adds no cost per answer.
 
-The first 4 tokens of a head work as well as more, unless tokens are recomputed. The forms of sinks
-are described in docs/guides/stock_models.md.
-
-Sinks do not depend on the prompt, so blocks are reused in prompts with any system message.
+The first 4 tokens of a head work as well as the complete head, unless tokens are recomputed. Sinks
+do not depend on the prompt, so blocks are reused in prompts with any system message.
+docs/guides/stock_models.md lists all sinks.
 """
 
 from __future__ import annotations
@@ -63,8 +62,8 @@ def sink_ids(sink: str, tokenizer: BlockTokenizer) -> list[int]:
 def _whole_head_ids(tokenizer: BlockTokenizer) -> list[int]:
     """Token ids of the complete head, up to the first passage.
 
-    Dates written by templates are fixed, because a different head would turn all stored blocks into
-    misses."""
+    The date in a template is fixed, because a head with a new date would turn all stored blocks
+    into misses."""
     template = str(tokenizer.tokenizer.chat_template)
     writes_today = "strftime_now" in template and "date_string" not in template
     if not has_chat_template(tokenizer.tokenizer) or writes_today:
@@ -79,7 +78,7 @@ def _whole_head_ids(tokenizer: BlockTokenizer) -> list[int]:
 
 
 def _head_ids(tokenizer: BlockTokenizer) -> list[int]:
-    """Token ids of the head: the common prefix of both frameworks' prompts."""
+    """Token ids of the head of a prompt, from which ``head:N`` takes the first N tokens."""
     if not has_chat_template(tokenizer.tokenizer):
         return tokenizer.final_ids(CHAT.system, first=True)
     turns: list[Message] = [

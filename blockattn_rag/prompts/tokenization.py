@@ -1,10 +1,10 @@
 """Tokenizes blocks for ingestion, answers and training.
 
 Each block is tokenized independently, so its token ids do not depend on other blocks. Padding,
-truncation and the parsing of special tokens are mutable state of a tokenizer, so any caller can
-change a shared one. Blocks are therefore tokenized with private copies. One copy recognizes the
-model's added tokens (control tokens and others) in template text. The other copies only recognize
-runs of blanks.
+truncation and the parsing of special tokens are mutable state of a tokenizer, which any user of the
+tokenizer can change. Blocks are therefore tokenized with private copies. One copy recognizes the
+model's added tokens (control tokens and others) in template text. Of the added tokens, the other
+copies only recognize runs of blanks.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class PromptIds(NamedTuple):
 
 
 class BlockTokenizer:
-    """Tokenizes blocks with a private copy of a transformers tokenizer. Thread-safe.
+    """Tokenizer of blocks, with a private copy of a transformers tokenizer. Thread-safe.
 
     Only the model's prefix (BOS) is added as a special token, once, at the start of the prompt.
     Control tokens and other added tokens are only parsed in text from a template or from the
@@ -114,7 +114,7 @@ class BlockTokenizer:
         # Text since the last added token, and whether that token strips blanks after it.
         run, swallows = "", False
         for span in spans:
-            # Lone surrogates cannot be tokenized, and become question marks.
+            # Lone surrogates cannot be tokenized, so they become question marks.
             text, at = span.text.encode("utf-8", "replace").decode("utf-8"), 0
             for token in self._encoder.added_tokens(text) if span.parses_control else ():
                 run += text[at : token.start]
@@ -175,7 +175,7 @@ class _RustEncoder:
         self._parsing.no_padding()
         self.digest = hashlib.sha256(self._parsing.to_str().encode()).hexdigest()
         alone = self._parsing.encode("a", add_special_tokens=False).ids
-        # Ids that the tokenizer adds before text: usually none, or BOS.
+        # Ids that the tokenizer adds before a text: BOS in many models, none in others.
         self.prefix_ids = _prefix_of(self._parsing.encode("a").ids, alone)
         self._parsing.post_processor = None  # The post-processor may change token offsets.
         self._added = self._parsing.get_added_tokens_decoder()
@@ -226,8 +226,8 @@ class _RustEncoder:
 class _Plain:
     """Copy of a tokenizer that shares its vocabulary, but has no control tokens.
 
-    Adds a blank before text only in the schemes ``"first"`` (at the start of the prompt) and
-    ``"always"``, and only if they are in ``schemes``.
+    Adds a blank before text only if the tokenizer's scheme, ``"first"`` (at the start of the
+    prompt) or ``"always"``, is in ``schemes``.
     """
 
     def __init__(
@@ -259,7 +259,7 @@ class _Plain:
 
 
 def _with_blanks(state: dict[str, Any], schemes: Collection[str]) -> dict[str, Any]:
-    """Change the state of a normalizer or pre-tokenizer to only add blanks by ``schemes``."""
+    """Change a normalizer's or pre-tokenizer's state so that it adds blanks only in ``schemes``."""
     if "prepend_scheme" in state:
         kept = state["prepend_scheme"] in schemes
         state["prepend_scheme"] = state["prepend_scheme"] if kept else "never"

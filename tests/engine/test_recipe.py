@@ -322,7 +322,7 @@ def test_auto_skips_recipes_of_other_models(
 ) -> None:
     recipe_of(model).save(tmp_path / "recipe")
     assert resolve_recipe("auto", stock, open_store("memory:"), tmp_path) == Recipe.of_text(STOCK)
-    assert f"Skipped {tmp_path / 'recipe'}. The recipe" in caplog.text
+    assert f"Skipped the recipe in {tmp_path / 'recipe'}. The recipe" in caplog.text
 
 
 def test_auto_refuses_a_damaged_recipe(model: BlockModel, tmp_path: Path) -> None:
@@ -472,7 +472,7 @@ def test_unusable_recipes_outside_of_the_database_are_skipped(
         (place / "recipe.json").write_text(content)
         assert known_digests("auto", store.path, "stock") == known_digests(STOCK, None, "")
     assert resolve_recipe("auto", stock, store) == Recipe.of_text(STOCK)
-    assert f"Skipped the recipe that was found in {place}. " in caplog.text
+    assert f"Skipped the recipe in {place}. " in caplog.text
     assert message in caplog.text
     with pytest.raises(ValueError, match=message):
         resolve_recipe(place, stock, store)

@@ -80,9 +80,9 @@ def test_valid_values_are_returned_unchanged() -> None:
     [
         ({}, "Missing key 'turns[1].text', found none"),
         ({"b": 1, "a": 2}, "Missing key 'turns[1].text', found 'a', 'b'"),
-        ({"text": 3.5}, "Found 'turns[1].text' of a number, expected a string"),
-        ({"text": None}, "Found 'turns[1].text' of null, expected a string"),
-        ({"text": True}, "Found 'turns[1].text' of true or false, expected a string"),
+        ({"text": 3.5}, "Found a number for 'turns[1].text', expected a string"),
+        ({"text": None}, "Found null for 'turns[1].text', expected a string"),
+        ({"text": True}, "Found true or false for 'turns[1].text', expected a string"),
         ({"text": "\n "}, "Found an empty 'turns[1].text', expected text"),
     ],
 )
@@ -93,11 +93,11 @@ def test_invalid_texts_are_refused_with_their_path(record: dict[str, Any], messa
 
 
 def test_other_types_and_empty_lists_are_reported() -> None:
-    with pytest.raises(DataError, match="Found a record of a list, expected an object"):
+    with pytest.raises(DataError, match="Found a list for a record, expected an object"):
         of_kind([], dict, "a record")
-    with pytest.raises(DataError, match="Found 'a' of an object, expected a list"):
+    with pytest.raises(DataError, match="Found an object for 'a', expected a list"):
         list_of({"a": {}}, "a")
-    with pytest.raises(DataError, match="Found an empty list 'a'"):
+    with pytest.raises(DataError, match="Found an empty list 'a', expected"):
         list_of({"a": []}, "a")
     with pytest.raises(DataError, match=r"Found an empty answers\[0\], expected text"):
         not_blank("", "answers[0]")

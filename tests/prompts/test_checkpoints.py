@@ -67,8 +67,8 @@ def test_models_with_other_names_are_not_recognized(name: str) -> None:
 def test_a_format_that_was_not_confirmed_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     assert format_for("auto", "hxia7/Llama-3.1-8B-Block-FT") is FORMATS["llama3-block"]
     assert format_for("auto", "hxia7/Qwen3-8B-Block-FT") is FORMATS["chat"]
-    assert "(unconfirmed); see its card" in caplog.messages[0]
-    assert "trained on is unknown; see its card" in caplog.messages[1]
+    assert "(unconfirmed); see its model card" in caplog.messages[0]
+    assert "trained with is unknown; see its model card" in caplog.messages[1]
 
 
 def test_an_explicit_format_is_not_reported(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,1 +1,1 @@
-"""Measurement of the accuracy and fidelity of full mode and of block mode with recipes."""
+"""Evaluation: accuracy of full mode and block mode, and fidelity of block mode to full mode."""

@@ -43,7 +43,7 @@ _COUNTS = ("hits", "misses", "reused_tokens", "computed_tokens", "generated_toke
 
 @dataclass(frozen=True, slots=True)
 class EvaluationRecord:
-    """Scored answer to one question in one row of an evaluation."""
+    """Scored answer to one question in one row. ``mode``: Row name. ``recipe``: Recipe digest."""
 
     id: str
     digest: str
@@ -94,7 +94,7 @@ class ModeResult:
 
 
 EvaluationReport = Report[EvaluationRecord, ModeResult]
-"""Result of an evaluation."""
+"""Result of ``evaluate``: a record for each answer, and a summary of each row."""
 
 
 def evaluate(
@@ -115,11 +115,11 @@ def evaluate(
         ValueError: A recipe cannot be used, or ``samples`` is empty.
         DataError: ``records_path`` contains records of another evaluation or other samples, or is
             not a record file.
-        ContextOverflowError: Prompts do not fit in the context window. Raised before the first
-            answer; the message lists the samples.
+        ContextOverflowError: Prompts do not fit in the context window. The message lists their
+            samples. Raised before any prompt is answered.
     """
     if batch_size < 1:
-        raise ValueError(f"batch_size must be at least 1, found {batch_size}")
+        raise ValueError(f"Invalid batch_size {batch_size}: expected 1 or more")
     if not samples:
         raise ValueError("Expected at least one sample, found none")
     rows = rows_of(engine, Row(FULL), recipes, closed_book)

@@ -1,8 +1,8 @@
-"""How much of full mode's accuracy block mode keeps on a collection, for real questions.
+"""Evaluation of block mode on a user's collection and questions, compared with full mode.
 
 Each question is answered in full mode, with the recipe in use, and with ``"fast"``, which has no
-cost per answer. Divergence and agreement need no reference answers (``evaluation.fidelity``). With
-reference answers, correct answers are also counted, also without passages.
+cost per answer. Divergence and agreement need no reference answers (``evaluation.fidelity``). For
+questions with reference answers, correct answers are counted, too, with and without passages.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ TOLERANCE = 0.95
 """Fraction of full mode's correct answers, or of its tokens, that a recipe must keep."""
 
 FEWEST = 30
-"""Number of questions below which a verdict is not reliable."""
+"""Minimum number of questions for a reliable verdict."""
 
 _TIMED = 5
-"""Number of questions to measure time to first token on, which takes another full-mode pass."""
+"""Number of questions to measure time to first token on, with another full-mode pass each."""
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """Question with its prompt, and with its reference answers, if there are any."""
+    """Question with its prompt and its reference answers, which may be empty."""
 
     id: str
     question: str
@@ -86,8 +86,8 @@ class CollectionReport:
         return tuple(row for row in self.rows if row.name not in (FULL, CLOSED_BOOK))
 
     def gain(self, row: CollectionRow) -> float | None:
-        """Fraction of the passages' gain that a row keeps: (right - none) / (full - none). None
-        without reference answers, or if passages do not improve full mode."""
+        """Fraction of the accuracy gain from passages that a row keeps, compared with full mode.
+        None without reference answers, or if passages do not improve full mode."""
         if row.right is None or row.name == CLOSED_BOOK:
             return None
         full, none = (self[name].right or 0 for name in (FULL, CLOSED_BOOK))
@@ -138,14 +138,14 @@ def evaluate_collection(
             _measure(engine, engines, question, max_new_tokens, measured, is_timed=number < _TIMED)
     on_progress(len(asked), len(asked))
     right = measured[FULL].right
-    if not right:  # Without reference answers, the model is not asked without passages.
+    if not right:  # No question has reference answers, so this row was not measured.
         del measured[CLOSED_BOOK]
     rows = tuple(row.summary(name, right) for name, row in measured.items())
     return CollectionReport(len(asked), len(right), rows)
 
 
 def _engines(engine: BlockAttentionEngine, folder: str) -> dict[str, BlockAttentionEngine]:
-    """Create engines for the recipe in use and ``"fast"``, by row name. If equal, only one."""
+    """Create engines, by row name, for the recipe in use and, if it differs, for ``"fast"``."""
     fast = Recipe.of_text(FAST)
     assert fast is not None
     if engine.recipe.outline == fast.outline:

@@ -63,9 +63,9 @@ class EvaluationSample:
         return digest_of([self.question, self.answers, [(p.title, p.text) for p in self.passages]])
 
     def with_passages(self, num_passages: int) -> EvaluationSample:
-        """Keep at most ``num_passages`` passages, gold ones first, without changing the order."""
+        """Keep at most ``num_passages`` passages, preferring gold passages, without reordering."""
         if num_passages < 1:
-            raise ValueError(f"num_passages must be at least 1, found {num_passages}")
+            raise ValueError(f"Invalid num_passages {num_passages}: expected 1 or more")
         ranked = sorted(range(len(self.passages)), key=lambda i: (not self.passages[i].gold, i))
         kept = sorted(ranked[:num_passages])
         return replace(self, passages=tuple(self.passages[i] for i in kept))
@@ -88,7 +88,7 @@ def read_distinct(
     samples: dict[str, S] = {}
     for number, sample in islice(parsed_lines(path, parse), limit):
         if sample.id in samples:
-            raise DataError(f"{path}, line {number}: duplicate id {sample.id!r}")
+            raise DataError(f"{path}, line {number}: Found a duplicate id, {sample.id!r}")
         samples[sample.id] = sample
     return list(samples.values())
 
@@ -101,11 +101,11 @@ def _sample(record: JsonRecord) -> EvaluationSample:
     try:
         json.dumps(record, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:  # For example, the text contains \ud800.
-        raise DataError(f"found a lone surrogate ({error}); use complete pairs") from error
+        raise DataError(f"Found a lone surrogate ({error}); use complete pairs") from error
     return EvaluationSample(
         id=id_of(value_of(record, "id")),
         question=required_text(record, "question"),
-        answers=answers_of(record),  # Must not be empty: no output could be correct.
+        answers=answers_of(record),  # Without answers, no output could be correct.
         passages=passages_of(record, may_be_empty=True),
     )
 

@@ -1,4 +1,4 @@
-"""Fidelity: label-free divergence of block mode's predictions from full mode's.
+"""Fidelity: how closely block mode's predictions match full mode's, measured without labels.
 
 Full mode answers each question with greedy decoding. Then, each recipe predicts every token of this
 answer from the preceding tokens, and its predictions are compared with full mode's
@@ -64,7 +64,7 @@ _ROUNDING = 10.0
 """Divergences below this multiple of the floor's divergence count as rounding errors."""
 
 _UNMEASURED_FLOOR = 1e-9
-"""Assumed divergence of the floor if it was not measured, larger than that of float32."""
+"""Assumed divergence of the floor if it was not measured: an upper bound for float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ class FidelityRecord:
 
     @classmethod
     def of(cls, sample: Sample, row: Row, kl: Tensor, agrees: Tensor) -> FidelityRecord:
-        """Create a record from divergences and equal top tokens, both ``[answer tokens]``."""
+        """Create a record from each token's divergence, and whether its top prediction agrees."""
         kl = kl.clamp_min(0)  # Negative values are rounding errors.
         return cls(
             id=sample.id,
@@ -104,8 +104,8 @@ class FidelityRecord:
 
     @classmethod
     def compared(cls, sample: Sample, row: Row, logits: Tensor, expected: Tensor) -> FidelityRecord:
-        """Compare a row's ``logits`` ``[answer tokens, vocab]`` with :func:`full_answer`'s
-        log-probabilities."""
+        """Compare a row's ``logits`` with full mode's log-probabilities ``expected`` (from
+        ``full_answer``), both ``[answer tokens, vocab]``."""
         found = _log_probabilities(logits)
         kl = F.kl_div(found, expected, reduction="none", log_target=True).sum(-1)
         return cls.of(sample, row, kl, found.argmax(-1) == expected.argmax(-1))
@@ -134,7 +134,7 @@ class FidelityResult:
 
 
 FidelityReport = Report[FidelityRecord, FidelityResult]
-"""Result of a comparison with full mode."""
+"""Result of ``measure_fidelity``: a record for each sample and row, and a summary of each row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +229,7 @@ def compare_each(
     records_path: str | Path | None,
     on_progress: Callable[[int, int], None] | None,
 ) -> FidelityReport:
-    """Compare all samples in all rows. Recorded samples are skipped."""
+    """Compare each sample with full mode in each row. Recorded samples are skipped."""
     file = RecordFile(
         records_path, noted, lambda line: FidelityRecord(**line), samples=samples, rows=rows
     )

@@ -19,8 +19,8 @@ _QUANTILES = (0.025, 0.975)
 
 def normalize_answer(text: str) -> str:
     """Normalize an answer as the SQuAD and NQ-Open evaluation scripts do (Rajpurkar et al. 2016):
-    lower case, without ASCII punctuation and articles, single spaces. A text of only articles and
-    punctuation ("A") keeps them, because an empty text would match everything."""
+    lower case, without ASCII punctuation and articles, single spaces. A text that consists only of
+    articles and punctuation keeps them, because an empty text would match everything."""
     lowered = " ".join(text.lower().split())
     return " ".join(_ARTICLES.sub(" ", lowered.translate(_PUNCTUATION)).split()) or lowered
 
@@ -74,7 +74,7 @@ def plain_figures(figures: Mapping[str, Any]) -> dict[str, Any]:
 def bootstrap_mean(values: Sequence[float]) -> Interval:
     """Return the mean of at least one value, with a 95 % bootstrap interval."""
     if not values:
-        raise ValueError("values is empty: expected at least one value")
+        raise ValueError("Expected at least one value, found none")
     return bootstrap_ratio(values, np.ones(len(values)))
 
 
@@ -84,8 +84,8 @@ def bootstrap_ratio(
     """Return the mean of the numerators over the mean of the denominators, with a 95 % interval.
 
     The interval is a deterministic percentile bootstrap (Efron 1979). Each numerator is drawn
-    together with its denominator. The mean of the denominators must be positive. Resamples in which
-    it is not are discarded.
+    together with its denominator. The mean of the denominators must be positive; resamples in which
+    it is not positive are discarded.
     """
     pairs = np.stack([numerators, denominators]).astype(np.float64)
     size = pairs.shape[1]

@@ -1,4 +1,4 @@
-"""Ridge regression of a correction, from the KV of blocks to the KV of full attention.
+"""Ridge regression that fits a correction: a map from the KV of blocks to that of full attention.
 
 The fit needs only passages: no questions, labels or gradients. Each prompt's context is encoded
 twice, as blocks and with full attention. Only sums over tokens are kept, so memory use does not
@@ -26,7 +26,7 @@ from blockattn_rag.model.correction import (
 from blockattn_rag.prompts.sinks import NO_SINK, sink_ids
 
 _RIDGES = (1e-4, 1e-3, 1e-2, 1e-1)
-"""Penalties on the weights, relative to the mean square of states. Selected on held-out prompts."""
+"""Candidate penalties on the weights, relative to the mean square of the states."""
 
 TokenBlocks = Sequence[Sequence[int]]
 """Token ids of a prompt's blocks."""
@@ -36,7 +36,7 @@ TokenBlocks = Sequence[Sequence[int]]
 _ROUNDING = 1e-9
 _ROUNDING_EPS2 = 4
 
-# Weight, in tokens, of the prior that the constants are 0.
+# Weight of the prior that the constants are 0, as a number of tokens.
 _PRIOR_TOKENS = 1.0
 
 
@@ -74,7 +74,7 @@ class Sums:
         return bool(self.yy.sum() > self._rounding * states.sum())
 
     def solve(self, ridge: float) -> Tensor:
-        """Return weights and constants ``[K, D+P, D]``, which are zero where nothing differs."""
+        """Return weights and constants ``[K, D+P, D]``. All are zero if ``differ`` is False."""
         if not self.differ:
             return torch.zeros_like(self.xy)
         penalty = torch.full_like(self.xx[:, 0], _PRIOR_TOKENS)
@@ -96,8 +96,8 @@ def fit_correction(
     sink: str = NO_SINK,
     on_progress: Callable[[int, int], None] = lambda *_: None,
 ) -> Correction:
-    """Fit a correction for blocks that are encoded after ``sink``. The first block of each prompt
-    is not corrected. The penalty is selected on the held-out prompts."""
+    """Fit a correction for blocks that are encoded after ``sink``, except for each prompt's first
+    block. The penalty is selected on the held-out prompts."""
     every = [*contexts, *held_out]
     if not contexts or not held_out or any(len(context) < 2 for context in every):
         raise ValueError(
@@ -155,7 +155,7 @@ def _bare(model: BlockModel, kv: BlockKV, layer: int, start: int, end: int) -> T
 
 
 def _best(fitted: Sequence[Sums], tested: Sequence[Sums]) -> list[Tensor]:
-    """Solutions with the best penalty on held-out prompts. All layers have equal weight."""
+    """Return the solutions for the best penalty on held-out prompts. Layers have equal weight."""
 
     def left(solutions: Sequence[Tensor]) -> float:
         pairs = zip(tested, solutions, strict=True)

@@ -1,9 +1,9 @@
 """Candidate recipes of a repair: comparison with full mode, and selection.
 
-The recipe is chosen in two steps. The first step selects, among the candidates without a cost per
-answer, the simplest that the data cannot distinguish from the best (the one-standard-error rule,
-Breiman et al. 1984). If this recipe does not keep enough of full mode's answers, the second step
-adds the smallest cost per answer with which it does.
+The recipe is chosen in two steps. The first step compares the candidates without a cost per answer,
+and selects the simplest candidate that the data cannot distinguish from the best (the
+one-standard-error rule, Breiman et al. 1984). If this recipe keeps too few of full mode's answers,
+the second step adds the smallest cost per answer that is sufficient.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _SHARES = (0.05, 0.1, 0.2)
 """Candidate fractions of tokens to recompute."""
 
 _FEWEST_RIGHT = 8
-"""Minimum number of full mode's correct answers. With fewer, recipes are compared by tokens."""
+"""Minimum number of correct full-mode answers. With fewer, recipes are compared by tokens."""
 
 Losses = Mapping[str, NDArray[np.float64]]
 """Losses of recipes on the same questions, ``[questions]``, by name, the simplest recipe first."""
@@ -97,7 +97,8 @@ class Choice:
     Args:
         recipes: All candidates by name: first those without a cost per answer, the simplest first,
             then those with a cost, the cheapest first.
-        shares: Fraction of full mode's answers that each candidate of the last step keeps, by name.
+        losses: Mean loss of each candidate, by name.
+        shares: Fraction of full mode's answers that each candidate of the second step keeps.
     """
 
     name: str
@@ -108,7 +109,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Comparer:
-    """Compares recipes with full mode at each token of the teacher's answers."""
+    """Comparison of recipes with full mode, at each token of the teacher's answers."""
 
     engine: BlockAttentionEngine
     teacher: Teacher
@@ -118,15 +119,14 @@ class Comparer:
     def adapter_helps(
         self, asked: Sequence[Asked], recipes: Mapping[str, Recipe], tick: Tick
     ) -> bool:
-        """Whether the last recipe, with an adapter, is better than ``FREE_SINK`` alone."""
+        """Whether the last recipe, which has an adapter, is better than ``FREE_SINK`` alone."""
         *_, fitted = recipes
         losses = self._losses(asked, {name: recipes[name] for name in (FREE_SINK, fitted)}, tick)
         loss, before = losses[fitted].mean(), losses[FREE_SINK].mean()
         if loss >= before:
             logger.warning(
                 "An adapter does not improve %s: on %d questions, the divergence from full mode "
-                "is %.3f with it and %.3f without. Training is skipped, and only recipes with a "
-                "cost per answer are compared",
+                "is %.3f with it and %.3f without. The adapter is not trained further",
                 self.engine.model.name, len(asked), loss, before,
             )  # fmt: skip
         return bool(loss < before)
@@ -165,7 +165,7 @@ class Comparer:
     ) -> dict[str, float]:
         """Measure the fraction of full mode's answers that each recipe keeps.
 
-        Counts correct answers if there are enough, else tokens that the recipe would also choose.
+        Counts correct answers if there are enough, else tokens that the recipe also predicts.
         """
         report = self.compared(asked, recipes, tick)
         right = self.right(asked, recipes)
@@ -196,8 +196,8 @@ class Comparer:
         return records
 
     def right(self, asked: Sequence[Asked], recipes: Mapping[str, Recipe]) -> dict[str, list[bool]]:
-        """Check answers in full mode and with recipes, on the questions with reference answers.
-        The result is empty without such questions."""
+        """Check the answers in full mode and with each recipe, by name, on all questions with
+        reference answers. Returns an empty dict if there are none."""
         known = [one for one in asked if one.answers]
         if not known:
             return {}
@@ -232,13 +232,13 @@ def choose(losses: Losses, in_use: str | None = None, fewest: int = 0) -> str:
 
 
 def cheapest(shares: Mapping[str, float], tolerance: float) -> str:
-    """Return the cheapest recipe that keeps enough of full mode's answers, else the best one."""
+    """Return the cheapest recipe whose share is at least ``tolerance``, else the best recipe."""
     within = (name for name, share in shares.items() if share >= tolerance)
     return next(within, max(shares, key=lambda name: shares[name]))
 
 
 def _difference(losses: Losses, name: str, other: str) -> float:
-    """Return how many standard errors the first loss exceeds the second by. 0 if equal."""
+    """Return by how many standard errors the first loss exceeds the second. 0 if equal."""
     difference = losses[name] - losses[other]
     mean, error = difference.mean(), difference.std(ddof=1) / math.sqrt(len(difference))
     return float(mean / error) if error else math.copysign(math.inf, mean) if mean else 0.0

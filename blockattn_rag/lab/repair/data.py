@@ -32,7 +32,7 @@ from blockattn_rag.prompts.chat_template import Message, chat_spans, has_chat_te
 from blockattn_rag.store.base import KVStore
 
 Nearest = Callable[[str, int], Sequence[Passage]]
-"""Function that returns the nearest passages to a text, best first, up to the specified number."""
+"""Function of a text and a number, which returns at most that many passages, the nearest first."""
 
 _ASK = (
     "Here is a text.\n---------------------\n",
@@ -72,8 +72,8 @@ class Material:
     """Data that a recipe is fitted to.
 
     Args:
-        nearest: Function that retrieves passages for a question. None: questions come with
-            passages.
+        nearest: Function that retrieves passages for a question. None: all questions have their
+            own passages.
         lender: Store that may already contain the passages' blocks. It is only read.
         in_use: The model's current recipe, if it has an adapter. It is kept unless another recipe
             is better.
@@ -122,10 +122,10 @@ def distinct_questions(questions: Sequence[Question], seed: int = SEED) -> list[
 def draw_samples(
     questions: Sequence[Question], count: int, fewest: int, most: int, seed: int
 ) -> list[Question]:
-    """Draw ``count`` samples, cycling through the questions, each time with other passages.
+    """Draw ``count`` samples, cycling through the questions, each with randomly drawn passages.
 
-    A sample's passages are in prompt order. It has ``fewest`` to ``most`` passages, including the
-    question's first one, or all if the question has fewer.
+    A sample has ``fewest`` to ``most`` passages in random order, including the question's first
+    passage, or all passages if the question has fewer.
     """
     rng = random.Random(seed)
     samples = []
@@ -146,7 +146,7 @@ def read_passages(path: Path) -> list[Passage]:
 
 
 def read_questions(path: Path, nearest: Nearest | None, num_passages: int) -> list[Question]:
-    """Read a file's questions, with their own passages (gold first) or the nearest ones."""
+    """Read a file's questions, with their own passages (gold first) or the nearest passages."""
 
     def question(record: JsonRecord, _: int) -> Question:
         text = required_text(record, "question").strip()
@@ -179,7 +179,7 @@ def write_questions(
     """Generate distinct questions, each about one of the passages, with greedy decoding."""
     passages, count = list(dict.fromkeys(material.passages)), limits.questions
     if not passages or material.nearest is None:
-        raise DataError("Found no questions, and no passages to write questions about")
+        raise DataError("Found no questions or passages; pass --questions, --passages or --db")
     random.Random(SEED).shuffle(passages)
     written = _kept(path)
     questions: dict[str, Question] = {}
@@ -247,7 +247,7 @@ def _name(passage: Passage) -> str:
 
 
 def _kept(path: Path) -> dict[str, str | None]:
-    """Read the questions so far, by passage. Removes an incomplete last line from the file."""
+    """Read the generated questions, by passage. Removes an incomplete last line from the file."""
     if not path.is_file():
         return {}
     data = path.read_bytes()

@@ -14,18 +14,18 @@ class TooLittleTimeError(DataError):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bounds of a repair. They are not options: the numbers within them depend on measured speeds.
+    """Bounds of a repair. They are not options: measured speeds determine the numbers within them.
 
     Args:
         questions: Maximum number of questions that the model generates. More questions improve the
             result little, and take time from the fit.
         writing_share: Maximum fraction of the time for generating questions.
-        passages: Number of passages per prompt that ``ask`` retrieves. Fits use up to this many.
+        passages: Maximum number of passages in a prompt: as many as ``ask`` retrieves.
         answer_tokens: Maximum length of full mode's answers in tokens. Sufficient for factual
             questions; each token costs a forward pass.
         top_k: Number of the teacher's most likely tokens to keep at each answer token.
         held_out: Maximum number of questions for choosing and measuring together. With fewer
-            questions, intervals are too wide; more take time from the fit.
+            questions, intervals are too wide; more questions take time from the fit.
         held_out_share: Maximum fraction of questions that are held out.
         fewest_held_out: Minimum number of held-out questions: two for choosing and two for
             measuring, because a standard error requires two.
@@ -33,7 +33,7 @@ class Limits:
             computes less than the current one. With fewer, differences are too uncertain.
         closed_form: Number of prompts for the closed form, which more prompts do not improve.
         samples: Maximum number of prompts to train on.
-        draws: Maximum number of samples per question, each with other passages.
+        draws: Maximum number of samples per question, each with randomly drawn passages.
         fewest_samples: Minimum number of prompts to train on. With fewer, training is skipped.
         epochs: Passes over the samples. New samples improve held-out results more than further
             passes.
@@ -72,6 +72,7 @@ class Speeds:
     """Seconds per prompt for each step, measured before planning.
 
     Args:
+        answer: Generating full mode's answer.
         encode: Encoding the context with full attention. Encoding the passages takes about as long.
         fetch: Loading or encoding the passages, which are encoded after the sink.
         step: Forward and backward pass of the student.
@@ -133,8 +134,8 @@ class RepairPlan:
         batch: int,
         limits: Limits,
     ) -> RepairPlan:
-        """Create a plan for the remaining time: at most a quarter of it for held-out questions, at
-        most a fifth of the rest for the closed form, and what is left for training."""
+        """Create a plan for the remaining time: at most a quarter for held-out questions, at most a
+        fifth of the rest for the closed form, and the remainder for training."""
         check_enough(questions, limits)
         budget_s, held_s = seconds, speeds.held_out(recipes)
         most = min(limits.held_out, math.floor(limits.held_out_share * questions))

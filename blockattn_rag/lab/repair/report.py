@@ -7,6 +7,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+from blockattn_rag.engine.outline import FREE_SINK
 from blockattn_rag.lab.evaluation.metrics import Interval
 from blockattn_rag.lab.evaluation.records import PLAIN
 from blockattn_rag.lab.repair.plan import LIMITS
@@ -22,15 +23,15 @@ RepairReport = Mapping[str, Any]
 - ``model``, ``fingerprint``, ``version``, ``date``: model, package version, and date in UTC.
 - ``chosen``: name of the chosen candidate.
 - ``tolerance``: fraction of full mode's answers to keep; ``shares``: the fraction that each
-  candidate of the last step keeps, the cheapest first.
+  candidate of the second step (``repair.compare``) keeps, the cheapest first.
 - ``candidates``: all candidates, the simplest first, each with its ``name``, its mean ``loss`` on
-  the questions for choosing, and the fields of a ``FidelityResult`` on those for measuring.
+  the questions for choosing, and its ``FidelityResult`` on the questions for measuring.
 - ``passages``: number of passages in the measured prompts.
 - ``questions``: number of distinct questions; ``written``: whether the model generated them.
 - ``chosen_on``, ``measured_on``: numbers of questions for choosing and for measuring.
 - ``right``: numbers of correct answers in full mode, plain block mode and with the recipe, on the
   ``answered`` questions with reference answers. Empty if there are none.
-- ``plan``: see ``plan.Plan``; ``curve``: training losses; ``seconds``: seconds by stage.
+- ``plan``: see ``RepairPlan``; ``curve``: training losses; ``seconds``: seconds by stage.
 """
 
 _FEW = 10
@@ -64,14 +65,16 @@ def figures(report: RepairReport) -> list[str]:
 
 
 def _shortfall(report: RepairReport) -> str:
-    """Sentences about insufficient time or questions. Empty if there was enough."""
+    """Sentences about too few questions or an untrained adapter. Empty if neither applies."""
     lacks = ""
     if report["measured_on"] < _FEW:
         lacks += " There are too few questions for reliable results."
     if report["chosen_on"] < (fewest := LIMITS.fewest_to_choose):
         lacks += f" Choosing a recipe with a lower cost per answer requires {fewest} questions, "
         lacks += f"found {report['chosen_on']}."
-    if not report["plan"]["samples"]:
+    losses = {candidate["name"]: candidate["loss"] for candidate in report["candidates"]}
+    adapter_helps = losses[f"{FREE_SINK} + closed form"] < losses[FREE_SINK]
+    if adapter_helps and not report["plan"]["samples"]:
         lacks += " There was no time to train the adapter."
     return lacks and f"{lacks} Increase --minutes and add --questions."
 

@@ -35,16 +35,17 @@ def repair(
     limits: Limits = LIMITS,
     on_progress: Progress = lambda *_: None,
 ) -> Recipe:
-    """Fit recipes for a model, choose the cheapest that is good enough, measure it, and write it.
+    """Fit recipes to a model, and measure and save the cheapest recipe that is good enough.
 
     An interrupted run with the same inputs is resumed. The model's weights are frozen and not
     modified.
 
     Args:
         output: Folder for the recipe. An existing recipe in it is replaced.
-        tolerance: Fraction of full mode's answers that the recipe must keep, on the questions for
-            choosing: correct answers if there are enough reference answers, else tokens. If no
-            candidate does, the one that keeps most is chosen.
+        minutes: Time limit for the complete run.
+        tolerance: Fraction of full mode's answers that the recipe must keep: correct answers if
+            enough questions have reference answers, else tokens. If no candidate keeps this
+            fraction, the candidate that keeps the most is chosen.
 
     Returns:
         The recipe, with its report.
@@ -68,7 +69,7 @@ def repair(
     inputs = {"model": f"{model.name} (fingerprint {model.fingerprint[:12]})", **material.inputs()}
 
     def is_worth_keeping(error: BaseException) -> bool:
-        # After other DataErrors, the inputs must change, so generated questions are of no use.
+        # After other DataErrors, the inputs must change, so generated questions cannot be reused.
         has_questions = (folder / QUESTIONS).is_file()
         may_resume = isinstance(error, TooLittleTimeError) or not isinstance(error, DataError)
         return (folder / PLAN).is_file() or (has_questions and may_resume)
@@ -82,8 +83,8 @@ def repair(
 
 
 def _check_output(output: Path, model: BlockModel) -> None:
-    """Reject an output folder that is not writable or contains anything other than a recipe for the
-    model, which will be replaced."""
+    """Reject an output folder that is not writable, or contains anything except a recipe for the
+    model, which would be replaced."""
     try:
         check_replaceable(output)
     except ValueError as error:

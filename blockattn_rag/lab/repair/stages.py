@@ -75,7 +75,7 @@ LATEST = 1.3
 
 @dataclass
 class Repair:
-    """Stages of one run."""
+    """Run of a repair: its stages, and the state that they share."""
 
     model: BlockModel
     material: Material
@@ -175,7 +175,7 @@ class Repair:
             check_enough(len(distinct_questions(material.questions)), limits)
             sample = material.questions[0]
         elif material.nearest is None or not material.passages:
-            raise DataError("Found no questions, and no passages to write questions about")
+            raise DataError("Found no questions or passages; pass --questions, --passages or --db")
         else:
             sample = Question(_STAND_IN, tuple(material.passages[: limits.passages]))
         speeds = self.speeds(sample)
@@ -210,7 +210,7 @@ class Repair:
             )
 
     def _plan(self, questions: Sequence[Question], speeds: Speeds | None) -> RepairPlan:
-        """Return the plan, which is created once. A resumed run, without speeds, only reads it."""
+        """Create the plan, or read the interrupted run's plan if ``speeds`` is None."""
         path, minutes = self.folder / PLAN, self.budget_s / 60
         if speeds is not None:
             plan = RepairPlan.for_time(
@@ -326,7 +326,7 @@ class Repair:
         held: Sequence[BlockPrompt],
         plan: RepairPlan,
     ) -> tuple[Correction, list[dict[str, float]]]:
-        """Train a correction. Returns it and its losses."""
+        """Train a correction. Returns the correction and its losses."""
         path, curve = self.folder / "trained.safetensors", self.folder / "curve.json"
         if not path.is_file():
             self.model.hf_model.requires_grad_(False)

@@ -1,8 +1,8 @@
 """Student: the model in block mode with a correction, its blocks, and its training.
 
 Training processes one prompt at a time, and accumulates gradients over a batch. Real batches would
-save little: on SmolLM2, four prompts together take 15 % less time, minus the padding of contexts
-with unequal lengths. The teacher and the encoding of passages take most of the time.
+save little: on SmolLM2, a batch of four prompts takes 15 % less time, not counting padding. The
+teacher and the encoding of passages take most of the time.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from blockattn_rag.prompts.blocks import BlockPrompt
 from blockattn_rag.store import DirectoryStore, KVStore
 from blockattn_rag.store.namespaces import Access
 
-# Settings from experiments with SmolLM2 and Natural Questions, which the guide reports. They are
-# constants, because users cannot choose better values without such experiments.
+# Settings from experiments with SmolLM2 and Natural Questions (docs/guides/stock_models.md). They
+# are constants, because users cannot choose better values without such experiments.
 BATCH = 4
 LEARNING_RATE = 1e-4
 _WARM_UP_SHARE = 0.1
@@ -71,8 +71,8 @@ class ReadyPrompt(NamedTuple):
 
 
 class BlockSource:
-    """Prepares prompts for block mode with blocks from a store. Missing blocks are encoded by the
-    stock model and stored."""
+    """Source of prompts for block mode, with blocks from a store. Missing blocks are encoded by the
+    stock model, and stored."""
 
     def __init__(self, model: BlockModel, store: KVStore, sink: str, namespace: str = "") -> None:
         self._model = model
@@ -87,7 +87,7 @@ class BlockSource:
 
 
 class Student(nn.Module):
-    """Predicts known answers in block mode, differentiable with respect to the correction.
+    """Module that predicts known answers in block mode, and is differentiable in the correction.
 
     The module has only the correction's parameters. The model is not a submodule: its weights must
     be frozen, and are not trained, moved or saved with the module.

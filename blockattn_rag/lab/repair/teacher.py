@@ -48,8 +48,8 @@ def top_predictions(logits: Tensor, k: int) -> TopPredictions:
 def log_probs_at(logits: Tensor, tokens: Tensor) -> Tensor:
     """Return log-probabilities ``[n, k + 1]`` of ``tokens`` ``[n, k]``, and of all others together.
 
-    The last column is a sum over the other tokens. One minus the sum over ``tokens`` would be
-    dominated by rounding errors if these have nearly all the mass, with an unbounded gradient.
+    The last column is a sum over the other tokens. If ``tokens`` have nearly all the mass, 1 minus
+    their sum would consist mostly of rounding errors, and have an unbounded gradient.
     """
     logits = logits.float()
     others = logits.scatter(-1, tokens, -torch.inf).logsumexp(-1, keepdim=True)
@@ -85,8 +85,8 @@ class TeacherAnswer(NamedTuple):
 
 
 class Teacher:
-    """Answers prompts in full mode, and stores the answers in files, whose names are digests of
-    everything that the answers depend on. An interrupted run resumes with the existing answers."""
+    """Model in full mode, whose answers are stored in files. File names are digests of everything
+    that answers depend on, so that an interrupted run resumes with the existing answers."""
 
     def __init__(self, model: BlockModel, folder: Path, max_new_tokens: int, top_k: int) -> None:
         self._model = model
@@ -125,7 +125,7 @@ class Teacher:
         return answers
 
     def _ids(self, prompt: BlockPrompt) -> list[int]:
-        """Token ids of a prompt, if there is room for an answer."""
+        """Token ids of a prompt. Raises ``ContextOverflowError`` if an answer would not fit."""
         ids = list(self._model.tokenizer.prompt_ids(prompt).flat)
         most = self._model.max_context_tokens
         if len(ids) + self._max_new_tokens > most:

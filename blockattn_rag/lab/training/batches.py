@@ -60,8 +60,8 @@ def layout_mask(layout: TokenLayout, *, window: int | None = None) -> Tensor:
 
 
 class ModelMasks:
-    """Builds the ``attention_mask`` that makes a transformers model use the block mask, with
-    ``"eager"`` or ``"sdpa"`` attention.
+    """Function that creates the ``attention_mask`` with which a transformers model uses the block
+    mask, for ``"eager"`` or ``"sdpa"`` attention.
 
     Windows are applied here, because models pass a four-dimensional mask unchanged to all layers,
     even to sliding-window layers. A model with several layer types accepts one mask per type.
@@ -130,7 +130,7 @@ class ModeDataset(Dataset[Item]):
             sink = list(self.sink) if 0 < at < last else []
             end = start + length
             places = range(start - len(sink), end)
-            # A moved block starts at position 0.
+            # With "composite", each context block starts at position 0.
             shift = start if self.positions == "composite" and at != last else 0
             number = FINAL if at == last else at + 1
             item["input_ids"] += sink + ids[start:end]
@@ -153,7 +153,7 @@ class ModeDataset(Dataset[Item]):
 
 @dataclass(frozen=True, slots=True)
 class Collator:
-    """Collates items into a batch of tensors ``[samples, tokens]``.
+    """Function that joins items into a batch of tensors ``[samples, tokens]``.
 
     Padding is at the end, so with causal attention, no real token attends to it.
     """
@@ -180,7 +180,7 @@ def batch_loss(
     Logits are computed only at positions with a label. With long contexts and large vocabularies,
     the logits of all positions would be the largest tensor in the step.
     """
-    labels = batch["labels"][:, 1:]  # Each is predicted from the preceding tokens.
+    labels = batch["labels"][:, 1:]  # Each label is predicted from the tokens before it.
     columns = (labels != IGNORED).any(dim=0).nonzero().flatten()
     logits = model(
         input_ids=batch["input_ids"],

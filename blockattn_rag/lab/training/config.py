@@ -19,7 +19,7 @@ LearningRateSchedule = Literal["linear", "cosine", "constant"]
 # are compared by content.
 _INCIDENTAL = ("output", "train_data", "eval_data", "progress", "save_steps", "eval_steps")
 
-# Least values of numeric settings.
+# Minimum values of numeric settings.
 _LEAST = {
     **dict.fromkeys(("warmup_steps", "adam_beta2", "seed", "eval_steps"), 0),
     **dict.fromkeys(("blocks_per_turn", "max_steps", "batch_size"), 1),
@@ -36,7 +36,7 @@ class FinetuneConfig:
         output: Folder for the result. It must not exist, and is created when the run is complete.
             Until then, checkpoints are in ``<output>.work``, from which an interrupted run with the
             same settings resumes.
-        train_data, eval_data: JSON-lines files; see :mod:`blockattn_rag.lab.training.data`.
+        train_data, eval_data: JSON Lines files; see :mod:`blockattn_rag.lab.training.data`.
         modes: ``("block", "full")`` trains each sample in both modes, as in the paper;
             ``("full",)`` is the baseline.
         positions: ``"composite"`` trains without position re-encoding (ablation).
@@ -99,7 +99,7 @@ class FinetuneConfig:
                 raise ValueError(f"Invalid {name} {value}: expected {least} or more")
         for name in ("epochs", "learning_rate"):
             if not 0 < (value := getattr(self, name)) < math.inf:
-                raise ValueError(f"Invalid {name} {value}: expected above 0")
+                raise ValueError(f"Invalid {name} {value}: expected more than 0")
         if self.adam_beta2 >= 1 or self.seed >= 2**32:  # Limit of numpy's seeds.
             raise ValueError(
                 f"Invalid adam_beta2 {self.adam_beta2} or seed {self.seed}: expected adam_beta2 "
@@ -107,7 +107,7 @@ class FinetuneConfig:
             )
         if check_sink(self.sink) != NO_SINK and "block" not in self.modes:
             raise ValueError(
-                f"The sink {self.sink!r} requires block mode: add 'block' to modes, or remove sink"
+                f"The sink {self.sink!r} requires block mode: add 'block' to modes, or omit sink"
             )
         chosen = format_for(self.prompt_format, self.model).name
         object.__setattr__(self, "prompt_format", chosen)  # Saved for resuming.

@@ -85,7 +85,7 @@ class DataReport:
 
 
 class SampleEncoder:
-    """Encodes records with a tokenizer and a prompt format for records with passages.
+    """Encoder of training records. ``prompt``: Prompt format of records with passages.
 
     Turns of ``messages`` are split into at most ``blocks_per_turn`` blocks.
     """

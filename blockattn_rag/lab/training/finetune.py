@@ -1,8 +1,7 @@
 """Block fine-tuning of a model on JSON Lines data.
 
 The result is an ordinary transformers model (or peft adapter) that supports block and full mode. On
-several GPUs, start the script with ``accelerate launch``. Configure FSDP and DeepSpeed in
-accelerate.
+several GPUs, start the script with ``accelerate launch``, whose config selects FSDP or DeepSpeed.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ from blockattn_rag.prompts.sinks import sink_ids
 
 logger = logging.getLogger("blockattn_rag")
 
-_LORA_SCALE = 2  # The usual choice.
+_LORA_SCALE = 2  # Ratio of lora_alpha to the rank. 2 is the usual value.
 LOGGING_STEPS = 10
 _LOG = "training_log.json"
 
@@ -68,7 +67,7 @@ def finetune(config: FinetuneConfig) -> FinetuneReport:
         DataError: A line is invalid (the message contains file and line), ``modes`` includes block
             mode but no sample has a context, or the interrupted run had other settings.
         DivergedError: A loss or the weights became NaN or infinite.
-        UnsupportedModelError: Block mode does not support the model exactly.
+        UnsupportedModelError: The model cannot be trained in block mode.
         ValueError: Settings are incompatible.
     """
     arguments = _arguments(config)
@@ -238,8 +237,8 @@ def _check_context(report: DataReport) -> None:
     if not report.with_context:
         raise DataError(
             "No sample has a context: each consists of a question and its answer in a single "
-            "block, which is identical in block and full mode. Add passages or blocks; or split "
-            "turns of messages (blocks_per_turn, --blocks-per-turn); or train only full mode "
+            "block, which is identical in block and full mode. Add passages or blocks, split turns "
+            "of messages (blocks_per_turn, --blocks-per-turn), or train only in full mode "
             "(modes=('full',))"
         )
     if report.with_context < report.samples / 2:
@@ -289,8 +288,8 @@ def publish(
 
 
 def _base_of_adapter(model: str) -> dict[str, str]:
-    """Name of an adapter's base model, if peft would record a path that is valid only on this
-    machine: the folder of a model in a package, or the cache of a GGUF file."""
+    """Return the base model for an adapter's config, if peft would record a path that is valid only
+    on this machine: the folder of a model in a package, or the cache of a GGUF file."""
     path = Path(model).expanduser()
     if model in (BUNDLED, SMOLLM2):
         return {"base_model": model}

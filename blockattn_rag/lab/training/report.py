@@ -46,7 +46,7 @@ It is also an ordinary transformers {kind}.
 
 @dataclass(frozen=True, slots=True)
 class FinetuneReport:
-    """Losses, counts and settings of a completed fine-tuning run."""
+    """Output folder, duration, counts and losses of a completed fine-tuning run."""
 
     output: Path
     steps: int

@@ -38,7 +38,7 @@ def test_eval_uses_format_of_checkpoint(cli: Command, model: Path, tmp_path: Pat
     command = ("eval", "--data", data, "--max-new-tokens", 2, "--json")
     known, stock = cli(*command, "--model", copy), cli(*command, "--model", model)
     assert known.json["settings"]["prompt_format"] == "llama3-block"
-    said = "note: hxia7/Llama-3.2-1B-Block-FT: prompt format llama3-block, the one it was trained"
+    said = "note: hxia7/Llama-3.2-1B-Block-FT: prompt format llama3-block, which it was trained"
     assert known.stderr.count("prompt format") == 1
     assert said in known.stderr
     assert stock.json["settings"]["prompt_format"] == "chat"

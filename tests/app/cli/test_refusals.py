@@ -132,7 +132,7 @@ def folder(documents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
             (f"store verify {{db}} --sample {share}", 2, "Expected a fraction such as 1% or 0.01")
             for share in ("0", "101%", "2", "half")
         ),
-        (f"{TRAIN} --learning-rate 0", 1, "Invalid learning_rate 0.0: expected above 0"),
+        (f"{TRAIN} --learning-rate 0", 1, "Invalid learning_rate 0.0: expected more than 0"),
         (f"{TRAIN} --batch-size 0", 2, "--batch-size"),
     ],
 )  # fmt: skip

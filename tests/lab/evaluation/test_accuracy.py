@@ -155,7 +155,7 @@ def test_records_of_other_samples_with_the_same_ids_are_refused(tmp_path: Path, 
 
 def test_invalid_arguments_are_refused_before_anything_runs(tmp_path: Path) -> None:
     engine = FakeEngine({})
-    with pytest.raises(ValueError, match="batch_size must be at least 1"):
+    with pytest.raises(ValueError, match="Invalid batch_size 0: expected 1"):
         run(engine, samples(tmp_path, 1), batch_size=0)
     with pytest.raises(ValueError, match="at least one sample"):
         run(engine, [])

@@ -27,10 +27,10 @@ def test_records_are_read_in_order_from_plain_and_gzip_files(tmp_path: Path) -> 
     ("change", "message"),
     [
         ({"question": " "}, "Found an empty 'question'"),
-        ({"answers": "x"}, "Found 'answers' of a string, expected a list"),
+        ({"answers": "x"}, "Found a string for 'answers', expected a list"),
         ({"passages": [{"title": "t"}]}, r"Missing key 'passages\[0\].text'"),
         ({"passages": [{"title": "t", "text": "x", "gold": 1}]}, "expected true or false"),
-        ({"question": "\ud800?"}, "a lone surrogate"),
+        ({"question": "\ud800?"}, "Found a lone surrogate"),
     ],
 )
 def test_names_line_and_field(tmp_path: Path, change: dict[str, Any], message: str) -> None:
@@ -50,5 +50,5 @@ def test_reducing_passages_keeps_the_gold_one_and_the_order(tmp_path: Path) -> N
     assert [p.title for p in sample.with_passages(2).passages] == ["Other 1", "Tower 1"]
     assert [p.title for p in sample.with_passages(1).passages] == ["Tower 1"]
     assert sample.with_passages(9) == sample
-    with pytest.raises(ValueError, match="at least 1"):
+    with pytest.raises(ValueError, match="Invalid num_passages 0: expected 1"):
         sample.with_passages(0)

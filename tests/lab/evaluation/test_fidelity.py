@@ -217,7 +217,7 @@ def test_ids_are_read_from_the_log_or_are_line_numbers(tmp_path: Path) -> None:
         ([], "is empty: expected one JSON object per line"),
         ([{"blocks": ["a"]}], "line 1: Missing key 'prompt', found 'blocks'"),
         ([{"prompt": ["a", " "]}], r"line 1: Found an empty 'prompt\[1\]'"),
-        ([{"prompt": ["a"], "id": 1}, {"prompt": ["b"], "id": "1"}], "line 2: duplicate id '1'"),
+        ([{"prompt": ["a"], "id": 1}, {"prompt": ["b"], "id": "1"}], "Found a duplicate id"),
     ],
 )
 def test_invalid_lines_of_a_log_are_reported(

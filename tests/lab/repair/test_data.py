@@ -98,7 +98,7 @@ def test_questions_use_their_own_passages_gold_first_or_the_nearest(tmp_path: Pa
         ({"passages": []}, "line 1: Missing key 'question'"),
         (
             {"question": "q?", "passages": [{"text": "x", "gold": 1}]},
-            r"'passages\[0\].gold' of a number",
+            r"a number for 'passages\[0\].gold'",
         ),
         ({"question": "q?"}, "line 1: A question has no passages; add"),
     ],

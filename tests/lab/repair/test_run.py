@@ -286,7 +286,7 @@ class TestMaterial:
         [
             (QUESTIONS[:1], "Found 1 distinct questions, expected"),
             (QUESTIONS[:4], "Found 4 distinct questions, expected"),
-            (None, "no questions, and no passages to write"),
+            (None, "Found no questions or passages"),
         ],
     )
     def test_too_few_questions_are_refused(

@@ -353,7 +353,7 @@ class TestRefusals:
             ({"sink": "bos", "modes": ("full",)}, "The sink 'bos' requires block mode"),
             ({"sink": "head:999"}, "the head of a prompt has"),
             ({"train_data": "a.jsonl"}, "a list of files"),
-            ({"epochs": 0.0}, "Invalid epochs 0.0: expected above 0"),
+            ({"epochs": 0.0}, "Invalid epochs 0.0: expected more than 0"),
             ({"learning_rate": math.nan}, "Invalid learning_rate nan"),
             ({"adam_beta2": 1.0}, "expected adam_beta2 below 1"),
             ({"batch_size": 0}, "Invalid batch_size 0: expected 1 or more"),
