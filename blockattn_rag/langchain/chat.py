@@ -218,7 +218,7 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):
         if not has_chat_template(tokenizer):
             raise ValueError(
                 f"The tokenizer of {self.model_name or 'this model'} has no chat template: set its "
-                "chat_template. For a base model, a template that joins the messages' contents is enough"
+                "chat_template. For a base model, a template that joins the contents is enough"
             )
         variables = template_variables(self, chat_template_kwargs)
         turns = template_messages(chat_turns(messages))
