@@ -71,7 +71,9 @@ def resolve_recipe(
             f"{TEXT_FORMS}."
         )
     check_fits(recipe, model)
-    if why := _unlike_training(recipe, model):
+    name = model.checkpoint.hub_id if model.checkpoint else model.name
+    used = {"positions": recipe.positions, "sink": recipe.sink}
+    if why := other_switches(name, model.tuned_with, used):
         _warn_once(model, why)
     return recipe
 
@@ -230,12 +232,6 @@ def _shipped() -> dict[str, Path]:
 @cache
 def _load_shipped(place: Path) -> Recipe:
     return replace(Recipe.load(place), source=f"shipped {place.name}")
-
-
-def _unlike_training(recipe: Recipe, model: AnyModel) -> str:
-    name = model.checkpoint.hub_id if model.checkpoint else model.name
-    used = {"positions": recipe.positions, "sink": recipe.sink}
-    return other_switches(name, model.tuned_with, used)
 
 
 def _warn_once(model: AnyModel, message: str, about: str = "") -> None:

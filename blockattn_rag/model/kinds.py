@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -157,7 +156,8 @@ def seen_attention(hf_model: PreTrainedModel) -> Iterator[dict[int, SeenAttentio
             return own
         # Flash and flex attention build no mask tensor, so build one to match it to layers.
         made: Any = own if isinstance(own, Tensor) else sdpa_mask(*args, **kwargs)
-        masks.append((made, own, partial(_sees, kwargs["mask_function"])))
+        visible = kwargs["mask_function"]
+        masks.append((made, own, lambda *at: bool(visible(*map(torch.tensor, (0, 0, *at))))))
         return made
 
     AttentionInterface.register(_WATCHED, attention)
@@ -188,10 +188,6 @@ def own_attention(name: str, module: Any, *args: Any, **kwargs: Any) -> Any:
     if "flash" in name:  # Flash attention imports the package named in the config.
         module = _Changed(module, config=_Changed(module.config, _attn_implementation=name))
     return forward(module, *args, **kwargs)
-
-
-def _sees(function: Callable[..., Any], query: int, key: int) -> bool:
-    return bool(function(*(torch.tensor(index) for index in (0, 0, query, key))))
 
 
 def measured_kinds(

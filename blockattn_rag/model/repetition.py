@@ -217,8 +217,9 @@ class JsonStrings:
             self._begin_string()
         elif self._is_open:
             self._take(token)
-        if self._among_text:
-            self._take_text(token)
+        if self._among_text:  # Brackets and numbers may belong to the text around JSON.
+            self._text_repeats |= bool(self._text.push(token)) and self._depth == 0
+            self.has_loop |= self._text_repeats
 
     def _reads_border(self, character: str) -> bool:
         """Process a character, and return whether it opens or closes a string."""
@@ -254,12 +255,6 @@ class JsonStrings:
             self._repeats = True
         self._repeats |= tuple(self._string[-LATER_TOKENS:]) in self._loops
         self.has_loop |= self._repeats
-
-    def _take_text(self, token: int) -> None:
-        """Process a token of the text around JSON. Brackets and numbers may belong to the text."""
-        found = bool(self._text.push(token))
-        self._text_repeats |= found and self._depth == 0
-        self.has_loop |= self._text_repeats
 
 
 class Matching(Protocol):

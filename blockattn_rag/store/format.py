@@ -47,7 +47,8 @@ def encode(kv: BlockKV) -> bytes:
         for head, kind in itertools.product(range(shape.heads), layout.kinds):
             parts = [states[kind][layer][head].detach() for layer in layers]
             tensors[tensor_name(head, kind, number)] = torch.stack(parts)
-    checksums = {name: checksum(_bytes_of(tensor)) for name, tensor in tensors.items()}
+    flat = {name: tensor.flatten().view(torch.uint8) for name, tensor in tensors.items()}
+    checksums = {name: checksum(part.numpy().data) for name, part in flat.items()}
     return save(tensors, metadata(kv, layout, checksums))
 
 
@@ -145,10 +146,6 @@ def damage_reported(place: object) -> Iterator[None]:
         raise CorruptEntryError(
             f"{place} is damaged: {error}; delete it, or put the block again"
         ) from error
-
-
-def _bytes_of(tensor: Tensor) -> memoryview:
-    return tensor.flatten().view(torch.uint8).numpy().data
 
 
 def _names(header: Header, part: HeadsByLayer) -> list[str]:

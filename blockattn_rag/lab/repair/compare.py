@@ -137,16 +137,15 @@ class Comparer:
         model, in_use = self.engine.model, IN_USE if IN_USE in free else None
         fewest = self.limits.fewest_to_choose
         best = choose(self._losses(asked, free, tick), in_use, fewest)
-        if has_few := in_use is None and len(asked) < fewest:
-            best = FREE_SINK
+        least = free[best]
+        if in_use is None and len(asked) < fewest:
+            best, least = FREE_SINK, stock_recipe(model)
         priced = {best: free[best], **costly_recipes(model, best, free[best])}
-        if has_few:
-            default = stock_recipe(model)
-            priced = {
-                name: recipe
-                for name, recipe in priced.items()
-                if recipe.recompute >= default.recompute and recipe.promote >= default.promote
-            }
+        priced = {
+            name: recipe
+            for name, recipe in priced.items()
+            if recipe.recompute >= least.recompute and recipe.promote >= least.promote
+        }
         recipes = {**free, **priced}
         losses = {k: float(v.mean()) for k, v in self._losses(asked, recipes, tick).items()}
         shares = self._shares(asked, priced, tick)

@@ -17,26 +17,21 @@ class Limits:
     """Bounds of a repair. They are not options: measured speeds determine the numbers within them.
 
     Args:
-        questions: Maximum number of questions that the model generates. More questions improve the
-            result little, and take time from the fit.
+        questions: Maximum number of questions that the model generates. More improve little.
         writing_share: Maximum fraction of the time for generating questions.
         passages: Maximum number of passages in a prompt: as many as ``ask`` retrieves.
-        answer_tokens: Maximum length of full mode's answers in tokens. Sufficient for factual
-            questions; each token costs a forward pass.
+        answer_tokens: Maximum number of tokens in full mode's answers. Enough for facts.
         top_k: Number of the teacher's most likely tokens to keep at each answer token.
-        held_out: Maximum number of questions for choosing and measuring together. With fewer
-            questions, intervals are too wide; more questions take time from the fit.
+        held_out: Maximum number of questions for choosing and measuring together.
         held_out_share: Maximum fraction of questions that are held out.
         fewest_held_out: Minimum number of held-out questions: two for choosing and two for
             measuring, because a standard error requires two.
-        fewest_to_choose: Minimum number of questions for choosing an adapter, or a recipe that
-            computes less than the current one. With fewer, differences are too uncertain.
+        fewest_to_choose: Minimum number of questions for choosing an adapter or a faster recipe.
         closed_form: Number of prompts for the closed form, which more prompts do not improve.
         samples: Maximum number of prompts to train on.
         draws: Maximum number of samples per question, each with randomly drawn passages.
         fewest_samples: Minimum number of prompts to train on. With fewer, training is skipped.
-        epochs: Passes over the samples. New samples improve held-out results more than further
-            passes.
+        epochs: Passes over the samples. New samples improve results more than further passes.
         measurements: Number of evaluations during training. A checkpoint is saved with each.
         validation: Number of prompts for evaluations during training.
         store_bytes: Maximum size of keys and values in the work folder, in bytes.

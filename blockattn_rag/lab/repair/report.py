@@ -34,9 +34,6 @@ RepairReport = Mapping[str, Any]
 - ``plan``: see ``RepairPlan``; ``curve``: training losses; ``seconds``: seconds by stage.
 """
 
-_FEW = 10
-"""Minimum number of held-out questions. With fewer, results are unreliable."""
-
 
 def figures(report: RepairReport) -> list[str]:
     by_name = {candidate["name"]: candidate for candidate in report["candidates"]}
@@ -67,11 +64,8 @@ def figures(report: RepairReport) -> list[str]:
 def _shortfall(report: RepairReport) -> str:
     """Sentences about too few questions or an untrained adapter. Empty if neither applies."""
     lacks = ""
-    if report["measured_on"] < _FEW:
-        lacks += " There are too few questions for reliable results."
-    if report["chosen_on"] < (fewest := LIMITS.fewest_to_choose):
-        lacks += f" Choosing a recipe with a lower cost per answer requires {fewest} questions, "
-        lacks += f"found {report['chosen_on']}."
+    if (found := report["chosen_on"]) < (fewest := LIMITS.fewest_to_choose):
+        lacks += f" {found} questions are too few to choose a faster recipe (minimum: {fewest})."
     losses = {candidate["name"]: candidate["loss"] for candidate in report["candidates"]}
     adapter_helps = losses[f"{FREE_SINK} + closed form"] < losses[FREE_SINK]
     if adapter_helps and not report["plan"]["samples"]:

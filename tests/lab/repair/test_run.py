@@ -132,9 +132,8 @@ class TestResult:
         assert "in use" in [one["name"] for one in kept.report["candidates"]]
         assert kept.adapter is not None
         assert figures(kept.report)[1].endswith(
-            " There are too few questions for reliable results. Choosing a recipe with a lower "
-            "cost per answer requires 8 questions, found 3. There was no time to train the "
-            "adapter. Increase --minutes and add --questions."
+            " 3 questions are too few to choose a faster recipe (minimum: 8). There was no time to "
+            "train the adapter. Increase --minutes and add --questions."
         )
         assert kept.adapter.digest == good.adapter.digest  # type: ignore[union-attr]
 
