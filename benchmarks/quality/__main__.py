@@ -44,7 +44,7 @@ from diagnosis import Change
 from models import model_path
 from precision import TYPES, answers, engines_of, precision_table
 from records import measure, read
-from rows import Answerer, Record
+from rows import EARLIER, Answerer, Record
 from system_prompts import ROWS, SystemRecord, system_table
 from table import diagnosis_table, summary, tables
 
@@ -77,12 +77,19 @@ def run(
     questions: Annotated[int, typer.Option(help="Questions in all.")] = 200,
     minutes: Minutes = 45,
     max_new_tokens: int = 40,
+    dtype: str = "float32",
+    row: Annotated[
+        list[str] | None, typer.Option(help="Row to measure. Repeatable. Default: all.")
+    ] = None,
     results: Path = RESULTS,
 ) -> None:
-    """Answer questions in every row."""
-    answerer = _answerer(model, recipe, max_new_tokens)
-    path = results / f"{Path(model).name}.csv"
-    measure(path, Record, _items(nq)[:questions], answerer.answer, answerer.rows, minutes)
+    """Answer questions in every row, or in some rows."""
+    answerer = _answerer(model, recipe, max_new_tokens, dtype)
+    if unknown := {*(row or ())} - {*answerer.rows}:
+        raise SystemExit(f"Unknown rows {sorted(unknown)}: expected names from {answerer.rows}")
+    path, rows = results / f"{Path(model).name}.csv", row or answerer.rows
+    known = [*answerer.rows, *EARLIER]
+    measure(path, Record, _items(nq)[:questions], answerer.answer, rows, minutes, known)
 
 
 @app.command()
@@ -243,13 +250,13 @@ def _write(path: Path, text: str) -> None:
     print(path)
 
 
-def _answerer(model: str, recipe: str, max_new_tokens: int) -> Answerer:
+def _answerer(model: str, recipe: str, max_new_tokens: int, dtype: str = "float32") -> Answerer:
     from blockattn_rag.engine.find_recipe import resolve_recipe
     from blockattn_rag.engine.outline import FAST
     from blockattn_rag.engine.recipe import Recipe
     from blockattn_rag.prompts.sinks import HEAD
 
-    engine, form = _stock(model)
+    engine, form = _stock(model, dtype=dtype)
     found = resolve_recipe(recipe, engine.model, engine.store)
     recipes = {
         "block": resolve_recipe("none", engine.model, engine.store),
@@ -262,7 +269,7 @@ def _answerer(model: str, recipe: str, max_new_tokens: int) -> Answerer:
     if engine.model.supports_relay:
         bases = {"head": Recipe(HEAD)} | ({last: best} if best.adapter else {})
         for base, one in bases.items():
-            for percent in (5, 10):
+            for percent in (5, 10, 15, 20):
                 share = percent / 100
                 recipes[f"{base}, {percent} % recomputed"] = replace(one, recompute=share)
     return Answerer(engine, form, recipes, max_new_tokens=max_new_tokens)

@@ -47,6 +47,7 @@ LABELS = {
     "sink": 'sink (`"fast"`)',
     "head, 5 % recomputed": '5 % recomputed (`"head+recompute:0.05"`)',
     "head, 10 % recomputed": '10 % recomputed (`"head+recompute:0.1"`)',
+    "head, 20 % recomputed": '20 % recomputed (`"head+recompute:0.2"`)',
     "recipe": "recipe",
     "recipe, 10 % recomputed": "recipe, 10 % recomputed",
     "recompute 10 %": "10 % recomputed, chosen by all layers",

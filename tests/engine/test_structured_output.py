@@ -177,7 +177,7 @@ def test_an_answer_that_bypasses_its_grammar_raises(engine: BlockAttentionEngine
         return ids
 
     assert engine.generate(A, mode="full", custom_generate=bypass).token_ids == [65, end]
-    with pytest.raises(GrammarError, match="custom_generate, bypasses the grammar"):
+    with pytest.raises(GrammarError, match="options that bypass the grammar"):
         engine.generate(A, mode="full", custom_generate=bypass, structured_outputs=OTHER)
 
 
