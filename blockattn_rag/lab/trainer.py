@@ -42,7 +42,6 @@ class LabTrainer(Trainer):
     """Trainer that resumes exactly, reports losses, and stops if a loss becomes NaN or infinite.
 
     Args:
-        loss: Function that computes a batch's loss.
         lengths: Number of tokens of each training item, to group items of similar length in
             batches. Default: batches in random order.
         on_progress: Called with the number of completed steps, and of all steps.

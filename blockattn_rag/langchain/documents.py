@@ -76,7 +76,7 @@ class BlockDocumentPrompt(StringPromptTemplate):
         return format_document(document, self.document_prompt.partial(**values)).strip()
 
     def stamp(self, document: Document) -> Document:
-        """Return a copy of the document with its handle in the metadata, or none without text."""
+        """Return a copy of the document. If it has text, its handle is added to the metadata."""
         metadata = {k: v for k, v in document.metadata.items() if k not in (HANDLE_KEY, DIGEST_KEY)}
         if text := self.canonical_text(document):
             values = {TEXT_VARIABLE: document.page_content, **metadata}

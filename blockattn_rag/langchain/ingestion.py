@@ -68,7 +68,7 @@ class BlockKVTransformer(SourceFields, BaseDocumentTransformer):
         return self._stats
 
     def transform_documents(self, documents: Sequence[Document], **kwargs: Any) -> list[Document]:
-        """Encode documents that are not stored yet. Returns stamped copies of all, in order."""
+        """Encode documents that are not stored yet. Returns copies of all, with their handles."""
         check_items(documents, Document, "convert texts to documents: [Document(text)]")
         texts = [self.document_prompt.canonical_text(document) for document in documents]
         encoded = [text for text in texts if text]

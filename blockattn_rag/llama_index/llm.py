@@ -46,10 +46,10 @@ from blockattn_rag.store import KVStore
 class BlockAttentionLLM(PromptMaking, StructuredPrediction, CustomLLM, FunctionCallingLLM):
     """LLM that answers from cached passages with a transformers model in this process.
 
-    It replaces ``HuggingFaceLLM``, with the same names for common arguments. Passages between block
-    markers (see ``BlockKVPostprocessor``) are looked up in the KV store by the digest of their
-    text, and encoded on a cache miss. The rest of the prompt is ordinary text. The constructor
-    loads the model.
+    Shares argument names with ``HuggingFaceLLM``, which it replaces. Passages between block markers
+    (see ``BlockKVPostprocessor``) are looked up in the KV store by the digest of their text, and
+    encoded on a cache miss. The rest of the prompt is ordinary text. The constructor loads the
+    model.
 
     Args:
         model_name: Path, hub id, or ``"bundled"``.
@@ -151,8 +151,7 @@ class BlockAttentionLLM(PromptMaking, StructuredPrediction, CustomLLM, FunctionC
         )
 
     def to_payload(self) -> dict[str, Any]:
-        """Return the fields for instrumentation events. Reads no files, which would block an event
-        loop."""
+        """Return fields for instrumentation events. Reads no files, so event loops can call it."""
         names = ("model_name", "mode", "recipe", "context_window", "max_new_tokens")
         return {"class_name": self.class_name(), **{name: getattr(self, name) for name in names}}
 

@@ -54,8 +54,8 @@ def encode_prompt_head(
 ) -> None:
     """Encode and store the text before the passages in a prompt template.
 
-    Answering a question stores only passages, so without this function, the first question in each
-    process prefills that text. If the template puts the question first, nothing is stored.
+    Answers store passages, but not text of user messages, so without this call, each process would
+    prefill that text once. If the template puts the question first, nothing is stored.
 
     Args:
         prompt: Template with ``context_str`` and ``query_str``. Default: LlamaIndex's

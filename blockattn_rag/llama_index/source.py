@@ -25,7 +25,7 @@ class SourceComponent(BaseComponent):
 
     @property
     def source(self) -> Source:
-        """Source of the model. Components with the same source share it."""
+        """Source of the model. Components with the same source share the model."""
         return self._source
 
     @classmethod

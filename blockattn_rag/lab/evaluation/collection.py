@@ -53,8 +53,8 @@ class CollectionRow:
 
     Args:
         agreement, kl: See ``FidelityResult``. None in full mode and without passages.
-        right: Number of correct answers. None without reference answers.
-        kept: Number of questions with correct answers both here and in full mode, or None.
+        right, kept: Number of correct answers, and of those that are also correct in full mode.
+            None without reference answers.
         ttft_s: Median time to first token in seconds. None without passages.
     """
 

@@ -1,4 +1,4 @@
-"""Accuracy metrics for short answers, as in papers on retrieval-augmented generation."""
+"""Accuracy metrics for short answers, and bootstrap intervals."""
 
 from __future__ import annotations
 

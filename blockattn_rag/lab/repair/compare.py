@@ -93,7 +93,6 @@ class Choice:
     """Chosen candidate.
 
     Args:
-        name: Name of the chosen candidate.
         recipes: All candidates by name: those of the first step, the simplest first, then those of
             the second step, the cheapest first.
         losses: Mean loss of each candidate, by name.

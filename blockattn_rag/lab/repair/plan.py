@@ -70,7 +70,7 @@ class Speeds:
     Args:
         answer: Generating full mode's answer.
         encode: Encoding the context with full attention. Encoding the passages takes about as long.
-        fetch: Loading or encoding the passages, which are encoded after the sink.
+        fetch: Loading the passages' blocks, or encoding the passages with the sink.
         step: Forward and backward pass of the student.
     """
 
@@ -86,7 +86,7 @@ class Speeds:
 
     def held_out(self, recipes: int) -> float:
         """Seconds for a held-out prompt: full mode's answer, passages encoded with and without the
-        sink, all recipes' predictions, and their answers if there are reference answers."""
+        sink, all recipes' predictions, and their answers (estimated as two predictions)."""
         return self.answer + self.encode + self.fetch + (recipes + 2) * self.compare
 
     def sample(self, epochs: float) -> float:

@@ -268,8 +268,8 @@ class Repair:
         self, questions: Sequence[Question], plan: RepairPlan
     ) -> tuple[list[Question], list[Question]]:
         """Draw training samples, as many as the limits permit, and a sample per held-out question.
-        Held-out samples have as many passages as ``ask`` retrieves, training samples have that many
-        or fewer."""
+        Held-out samples have as many passages as ``ask`` retrieves; training samples may have
+        fewer."""
         held, rest = questions[: plan.held_out], questions[plan.held_out :]
         most = self.limits.passages
         count = max(self.limits.samples, plan.closed_form)

@@ -54,6 +54,9 @@ class FinetuneConfig:
         bf16: Whether to compute in bfloat16 with autocast. The weights are float32.
         eval_steps, save_steps: Steps between evaluations and between checkpoints. With 0,
             evaluations are only at the start and end.
+
+    Raises:
+        ValueError: A setting is unknown or out of range, or settings contradict each other.
     """
 
     model: str
