@@ -45,7 +45,7 @@ _SHARES = (0.05, 0.1, 0.2)
 """Candidate fractions of the passages' tokens to recompute."""
 
 _FEWEST_RIGHT = 8
-"""Minimum number of correct full-mode answers to compare recipes by correct answers, not tokens."""
+"""Minimum number of correct full-mode answers for comparing correct answers instead of tokens."""
 
 Losses = Mapping[str, NDArray[np.float64]]
 """Losses of recipes on the same questions, ``[questions]``, by name, the simplest recipe first."""

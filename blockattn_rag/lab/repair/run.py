@@ -21,7 +21,7 @@ from blockattn_rag.model import BlockModel
 from blockattn_rag.prompts.formats import Passage
 
 _LENGTHS = 100
-"""Number of passages whose tokens are counted to estimate the total."""
+"""Minimum number of passages, if there are enough, from which the total tokens are estimated."""
 
 
 def repair(
