@@ -1,1 +1,1 @@
-"""Training, repair, evaluation, benchmarks and capacity planning."""
+"""Training, repair, evaluation and capacity planning."""

@@ -57,7 +57,7 @@ class Machine:
         gpu_bytes: GPU memory. None: the model runs on the CPU.
         operations_per_s: Floating-point operations per second.
         device_bytes_per_s: Memory bandwidth of the device that the model runs on.
-        transfer_bytes_per_s: Host-to-device bandwidth.
+        transfer_bytes_per_s, disk_bytes_per_s: Host-to-device and disk read bandwidth.
     """
 
     memory_bytes: int
@@ -100,6 +100,8 @@ class CapacityPlan:
 
     Args:
         passage_bytes, total_bytes: Sizes of a stored passage and of the collection.
+        ingest_s: Seconds to encode the collection.
+        full_ttft_s: Time to first token in full mode, in seconds.
         break_even_bytes_per_s: Store bandwidth at which reuse is as fast as a full prefill. None:
             even reuse from memory is not faster.
         tiers: Storage tiers, fastest first.
@@ -212,7 +214,7 @@ def plan_capacity(
 
 
 def measured_operations_per_s(dtype: torch.dtype, device: str) -> float:
-    """Measure the operations per second of a matrix product. A forward pass is slower."""
+    """Measure the operations per second of a matrix product. Forward passes reach fewer."""
     size = 8192 if device == "cuda" else 1024  # Smaller products are too fast to time on a GPU.
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     best = math.inf

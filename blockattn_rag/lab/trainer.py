@@ -20,7 +20,7 @@ from blockattn_rag.errors import DivergedError
 logger = logging.getLogger("blockattn_rag")
 
 Loss = Callable[[Any, Mapping[str, Any]], tuple[Tensor, Tensor | int]]
-"""Function that returns the sum of a batch's losses, and the number of summands."""
+"""Function of a model and a batch, which returns the sum of the losses and their number."""
 
 _REMEDY = "start again with a lower learning rate or more warm-up steps"
 
@@ -44,6 +44,8 @@ class LabTrainer(Trainer):
     Args:
         lengths: Number of tokens of each training item, to group items of similar length in
             batches. Default: batches in random order.
+        on_progress: Called with the number of completed steps, and of all steps.
+        time_is_up: Checked after each step. If it returns True, training ends.
         settings: Arguments of ``transformers.Trainer``. ``eval_dataset``, a dataset or a dict of
             datasets, is also evaluated after the last step.
     """
@@ -76,8 +78,8 @@ class LabTrainer(Trainer):
         return list(kept.values())
 
     def train_from(self, checkpoint: Path | None) -> None:
-        """Train to the end. A checkpoint of the last step is loaded without training, because
-        ``Trainer.train`` would add another step."""
+        """Train from a checkpoint, or from the start. A checkpoint of the last step is only loaded,
+        because ``Trainer.train`` would add another step."""
         if checkpoint is None:
             self.train()
             return
@@ -182,7 +184,7 @@ class _Watch(TrainerCallback):
         if is_late:
             control.should_training_stop = True
         if is_late or state.global_step >= state.max_steps:
-            # By default, the Trainer logs only every `logging_steps` steps.
+            # The last step may not be a multiple of `logging_steps`, `save_steps` or `eval_steps`.
             control.should_log = control.should_save = True
             control.should_evaluate = self.measures
 
@@ -190,9 +192,7 @@ class _Watch(TrainerCallback):
 @dataclass(eq=False)
 class LengthGroupedSampler(Sampler[int]):
     """Sampler that groups items of similar length, in an order that depends only on seed and epoch.
-
-    Transformers' sampler would use a different order in a resumed run.
-    """
+    Transformers' sampler would use a different order in a resumed run."""
 
     lengths: Sequence[int]
     batch_size: int

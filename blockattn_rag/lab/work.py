@@ -92,8 +92,9 @@ def _held(work: Path) -> Iterator[None]:
 def work_folder(
     work: Path, settings: Mapping[str, Any], is_worth_keeping: Callable[[BaseException], bool]
 ) -> Iterator[None]:
-    """Lock a work folder during a run, which resumes an interrupted run with the same settings. If
-    the run raises an error, the folder is deleted unless ``is_worth_keeping(error)``."""
+    """Lock a run's work folder. If it contains an interrupted run, whose settings must be the same,
+    its results are kept for resuming. If the run raises an error, the folder is deleted unless
+    ``is_worth_keeping(error)``."""
     # Lock before comparing the settings, so that a running process is reported as such.
     with _held(work):
         if not _check_same(work, settings):

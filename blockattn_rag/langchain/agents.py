@@ -32,7 +32,6 @@ _CONDENSE = (
 # questions are not part of the answer, so they must not be streamed.
 _UNSEEN = RunnableConfig(tags=["nostream"])
 
-
 _RETRIEVAL = "blockattn_rag_retrieval"
 """Key in ``additional_kwargs`` that identifies the calls added by ``RetrieveFirst``."""
 
@@ -86,7 +85,7 @@ def block_retriever_tool(
             document's ``page_content``.
 
     Raises:
-        TypeError: ``retriever`` is not a retriever, but, for example, a vector store.
+        TypeError: ``retriever`` has no ``invoke`` method: it is, for example, a vector store.
     """
     look_up, alook_up = _lookups(retriever, document_prompt)
     return StructuredTool(
@@ -144,7 +143,7 @@ class RetrieveFirst(AgentMiddleware[Any, Any]):
         self._condense = condense
 
     def before_agent(self, state: Any, runtime: Any) -> dict[str, Any] | None:
-        """Retrieve passages if the last message is a question. Returns the messages to add."""
+        """Retrieve passages if the last message is the user's. Returns the messages to add."""
         if (question := _question(state["messages"])) is None:
             return None
         if self._condense and (prompt := _condensing(state["messages"], question)):
@@ -205,7 +204,7 @@ def _message_with(passages: str, question: BaseMessage | None) -> BaseMessage:
 
 
 def _question(messages: Sequence[BaseMessage]) -> str | None:
-    """Return the text of the last message, or None if it is not a question from the user."""
+    """Return the text of the last message, or None if it is empty or not the user's."""
     last = messages[-1] if messages else None
     text = last.text if isinstance(last, HumanMessage) else ""
     return text if text.strip() else None

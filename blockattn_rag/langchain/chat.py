@@ -49,21 +49,22 @@ Configs = RunnableConfig | list[RunnableConfig] | None
 class ChatBlockAttention(GenerationFields, BaseChatModel):
     """Chat model that answers from cached passages with a transformers model.
 
-    Passages are enclosed in block markers (``BlockDocumentPrompt``, ``format_blocks``), or are text
-    parts with a ``kv_handle``. They are looked up in the KV store by the digest of their text, and
-    encoded on a cache miss. The rest of the prompt is ordinary text. The constructor loads the
-    model. Unpickled copies load it on first use.
+    Passages are text between block markers (``BlockDocumentPrompt``, ``format_blocks``), text parts
+    with a ``kv_handle``, or the documents of a retrieval tool's result. They are looked up in the
+    KV store by the digest of their text, and encoded on a cache miss. The rest of the prompt is
+    ordinary text. The constructor loads the model; unpickled copies load it on first use.
 
     For the arguments, see ``SourceFields`` (model, store) and ``GenerationFields`` (answers). Calls
     accept ``stop``, ``max_tokens``, ``temperature``, ``top_p``, ``top_k``, ``seed``, ``mode``,
-    ``recipe`` (for comparisons), ``chat_template_kwargs`` and the arguments of transformers'
-    ``generate``. Other arguments raise an error. The values of ``chat_template_kwargs`` are trusted
-    text in the prompt, so never take them from users. For tools, see ``bind_tools``; for template
-    variables and reasoning, ``docs/guides/settings.md``.
+    ``recipe`` (for comparisons), ``response_format``, ``structured_outputs``,
+    ``chat_template_kwargs`` and the arguments of transformers' ``generate``. Other arguments raise
+    an error. The values of ``chat_template_kwargs`` are trusted text in the prompt, so never take
+    them from users. For tools, see ``bind_tools``; for template variables and reasoning, see
+    ``docs/guides/settings.md``.
 
-    ``usage_metadata["input_token_details"]`` counts the prompt tokens that were read from the store
-    (``cache_read``) or computed (``cache_creation``). ``response_metadata["block_attention"]``
-    contains counts of blocks and tokens, and timings.
+    ``usage_metadata["input_token_details"]`` counts the prompt tokens that were reused
+    (``cache_read``) and, in block mode, computed (``cache_creation``).
+    ``response_metadata["block_attention"]`` contains counts of blocks and tokens, and timings.
 
     Raises:
         ContextOverflowError: Raised by calls if the prompt does not fit in the context window.
@@ -94,7 +95,7 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):
         pipeline_kwargs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> ChatBlockAttention:
-        """Create a chat model with the arguments of ``from_model_id`` in langchain-huggingface."""
+        """Create a model with the main arguments of langchain-huggingface's ``from_model_id``."""
         if task != "text-generation":
             raise ValueError(f"Unsupported task {task!r}: expected 'text-generation'")
         if isinstance(device, int):
@@ -132,10 +133,11 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):
         Args:
             tools: Functions, pydantic classes, OpenAI tool definitions, or LangChain tools.
             tool_choice: ``"auto"`` (default): the model may call tools. ``"any"``, ``"required"``
-                or True: it must call a tool. A tool's name: it must call this tool. ``"none"``: it
-                must not call tools. A grammar enforces required calls (extra ``structured``).
+                or True: it must call a tool. A tool's name: it must call this tool. ``"none"`` or
+                False: it must not call tools. A grammar enforces required calls, with any chat
+                template (extra ``structured``).
             parallel_tool_calls: If False, an answer has at most one call.
-            strict: Value of ``strict`` in the tool definitions.
+            strict: Value of ``strict`` in the tool definitions. Default: not set.
             kwargs: Additional call options. With ``tool_calls="constrained"``, a grammar constrains
                 the answer to either text or valid calls.
 
@@ -158,8 +160,7 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):
         strict: bool | None = None,
         **kwargs: Any,
     ) -> Runnable[LanguageModelInput, Any]:
-        """Return a model whose answers are objects that match a schema. A grammar enforces the
-        schema.
+        """Return a runnable whose answers match a schema, which a grammar enforces.
 
         Describe the fields in the prompt, unless ``method`` is ``"function_calling"``, which adds
         the schema to the prompt. Streams yield partial objects, or complete tool arguments.
@@ -171,12 +172,14 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):
                 schema is optional. ``"function_calling"``: the model must call a tool whose
                 arguments are the object; without tool support, same as ``"json_schema"``.
             include_raw: Whether to return a dict with ``raw``, ``parsed`` and ``parsing_error``.
-            strict: Has no effect, because answers always match the schema.
+            strict: Copied into the schema's definition. Answers match the schema in any case.
 
         Raises:
-            IncompleteAnswerError: Raised by calls if the answer was cut off.
-            GrammarError: Raised by calls if the schema cannot be compiled.
+            ValueError: ``method`` is unknown, or ``schema`` is missing or invalid.
             TypeError: An argument is unknown.
+            GrammarError: Raised by calls if the schema cannot be compiled.
+            IncompleteAnswerError: Raised by calls if the answer was cut off. With ``include_raw``,
+                it is returned as ``parsing_error``.
         """
         check_known(type(self), kwargs, ["schema", "method", "include_raw", "strict"])
         return structured_chat(
@@ -201,8 +204,8 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):
             tools, chat_template_kwargs: Tool definitions and template variables, as in a call.
 
         Raises:
-            ValueError: The chat template does not support the variables or tools, or is missing, or
-                a message has non-text content.
+            ValueError: The chat template is missing, or does not support the variables or tools, or
+                a message has content other than text.
         """
         definitions = [convert_to_openai_tool(tool) for tool in tools or ()]
         tools_in_use = tools_of(self, {"tools": definitions})
@@ -299,10 +302,10 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):
         return_exceptions: bool = False,
         **kwargs: Any,
     ) -> list[AIMessage]:
-        """Answer several inputs, which share the model's forward passes.
+        """Answer several inputs, in shared forward passes if batching leaves answers unchanged.
 
-        ``max_concurrency`` in the config limits the batch size (default: 16). Inputs with a
-        ``seed`` are answered one by one, so that their answers are those of single calls.
+        ``max_concurrency`` in the config limits the batch size (default: 16). With a ``seed``,
+        inputs are answered one by one, so that each answer equals that of a single call.
         """
         at_once = _at_once(inputs, config)
         batch = super().batch
@@ -329,7 +332,7 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):
         return_exceptions: bool = False,
         **kwargs: Any,
     ) -> list[AIMessage]:
-        """Async version of ``batch``. Stops early if all of its calls are canceled."""
+        """Async version of ``batch``. Canceling it stops the generation."""
         at_once = _at_once(inputs, config)
         abatch = super().abatch
         if (group := self._group(len(inputs), at_once, kwargs)) is None:
@@ -351,10 +354,11 @@ class ChatBlockAttention(GenerationFields, BaseChatModel):
         return Group(exchange.group_key, calls, at_once)
 
     def with_fallbacks(self, fallbacks: Sequence[Runnable[Any, Any]], **kwargs: Any) -> Any:
-        """Like ``Runnable.with_fallbacks``, but removes block markers for models of other packages.
+        """Like ``Runnable.with_fallbacks``, but removes block markers from the inputs of fallbacks.
 
-        Call it on the model itself: ``bind``, ``with_config`` and ``with_retry`` return LangChain
-        runnables, whose ``with_fallbacks`` keeps the markers.
+        Fallbacks that are a ``ChatBlockAttention`` receive the markers. Call this method on the
+        model itself: ``bind``, ``with_config`` and ``with_retry`` return LangChain runnables, whose
+        ``with_fallbacks`` keeps the markers for all fallbacks.
         """
         cleaned = [
             other if _is_own(other) else RunnableLambda(without_markers) | other

@@ -76,7 +76,7 @@ class BlockDocumentPrompt(StringPromptTemplate):
         return format_document(document, self.document_prompt.partial(**values)).strip()
 
     def stamp(self, document: Document) -> Document:
-        """Return a copy of the document with its handle in the metadata, if it has text."""
+        """Return a copy of the document. If it has text, its handle is added to the metadata."""
         metadata = {k: v for k, v in document.metadata.items() if k not in (HANDLE_KEY, DIGEST_KEY)}
         if text := self.canonical_text(document):
             values = {TEXT_VARIABLE: document.page_content, **metadata}
@@ -114,9 +114,9 @@ class BlockKVCompressor(BaseDocumentCompressor):
     """Document compressor that updates each document's handle to that of its current text.
 
     Use it in ``ContextualCompressionRetriever``. Returns all documents, with their full text. Stale
-    handles are replaced, which is logged. They never change answers, but have a cause to fix: text
-    was replaced in the vector store without ingestion, or an earlier step shortens documents for
-    each question, so they are never reused.
+    handles are replaced, and a warning is logged: answers are correct, but the documents have to be
+    encoded again. Either their text was replaced in the vector store without ingestion, or an
+    earlier step shortens documents for each question.
 
     Args:
         document_prompt: Prompt that formats one document. The chain must use the same prompt.

@@ -21,7 +21,7 @@ from blockattn_rag.prompts.recognition import Recognize
 
 _SOURCE_ARGUMENTS = ("engine", "model_name", "kv_store", "model_kwargs", "recipe")
 _OF_CLIENTS = ("timeout", "max_retries")
-# Call options that affect the prompt or LangChain. All others go to the engine.
+# Call options that are not passed to the engine, because they affect the prompt or LangChain.
 _NOT_FOR_ENGINES = {
     *TOOL_OPTIONS,
     *("chat_template_kwargs", "stream", "ls_structured_output_format"),
@@ -44,7 +44,7 @@ class SourceFields(BaseModel):
         block_template: Text around each passage. Ingestion and answers must use the same template.
 
     Raises:
-        ValueError: No model was passed, or several were.
+        ValueError: Neither a model nor an engine was passed, or both, or a recipe with an engine.
         TypeError: An argument is unknown.
     """
 
@@ -93,7 +93,7 @@ class GenerationFields(SourceFields):
     Args:
         max_tokens (or max_new_tokens): Maximum number of tokens in an answer.
         temperature: Sampling temperature. None or 0: greedy decoding.
-        stop (or stop_sequences): Strings that end the answer. They are not included in it.
+        stop (or stop_sequences): Strings that end the answer, and are not included in it.
         streaming: Whether ``invoke`` streams internally, so that callbacks receive tokens as they
             are generated.
         recognize: Whether to also recognize ingested passages in text without markers, so that

@@ -22,13 +22,13 @@ class BlockKVTransformer(SourceFields, BaseDocumentTransformer):
     """Ingestion step that encodes documents as blocks, stores their KV, and adds their handles.
 
     Put it after the splitter and before the vector store. Blocks that are already stored are
-    skipped, including those of an interrupted run. Returned documents are copies with
-    ``metadata["kv_handle"]`` and ``metadata["kv_source"]`` if they have text.
+    skipped, including those of an interrupted run. Returned documents are copies. Those with text
+    have a handle (``metadata["kv_handle"]``) and a digest to detect stale handles (``kv_source``).
 
     Args:
         model, engine, kv_store, block_template, recipe, ...: See ``SourceFields``.
-        llm: Chat model, with or without bound options, whose model, store, template and recipe are
-            used. Replaces the above.
+        llm: Chat model, with or without bound options, whose model, store and recipe are used, and
+            whose template is the default. Replaces the above, except ``block_template``.
         server: Address of a server that encodes the documents into its own store, such as
             ``"http://gpu:8000"``, or a list of servers that share a store. Replaces the above.
         journal: Folder that records which server stored which passage (see ``ServerPool``).
@@ -39,8 +39,8 @@ class BlockKVTransformer(SourceFields, BaseDocumentTransformer):
 
     Example::
 
-        documents = BlockKVTransformer(llm=chat).transform_documents(splitter.split(documents))
-        vector_store.add_documents(documents)
+        chunks = splitter.split_documents(documents)
+        vector_store.add_documents(BlockKVTransformer(llm=chat).transform_documents(chunks))
     """
 
     apart: ClassVar[tuple[str, ...]] = ("engine", "llm", "api_key")
@@ -68,7 +68,7 @@ class BlockKVTransformer(SourceFields, BaseDocumentTransformer):
         return self._stats
 
     def transform_documents(self, documents: Sequence[Document], **kwargs: Any) -> list[Document]:
-        """Encode the documents that are not stored yet. Returns copies with handles, in order."""
+        """Encode documents that are not stored yet. Returns copies of all, with their handles."""
         check_items(documents, Document, "convert texts to documents: [Document(text)]")
         texts = [self.document_prompt.canonical_text(document) for document in documents]
         encoded = [text for text in texts if text]

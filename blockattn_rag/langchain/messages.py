@@ -88,8 +88,7 @@ def _text_of(message: BaseMessage) -> str:
 
 
 def _marked(content: str, artifact: Any) -> str:
-    """Add block markers to the passages in a retrieval tool's result, whose documents are in its
-    artifact."""
+    """Put block markers around the passages in a tool's result. ``artifact``: Its documents."""
     documents = artifact if isinstance(artifact, (list, tuple)) else ()
     marked, position = "", 0
     for document in documents:
@@ -133,7 +132,8 @@ def chat_result(step: Step, model_name: str | None) -> ChatResult:
 
 
 def chat_chunk(step: Step, model_name: str | None, *, is_v1: bool) -> ChatGenerationChunk:
-    """Convert a step of a stream. Only the last has usage metadata, which LangChain adds up."""
+    """Convert a step of a stream. Only the last chunk has usage metadata, because LangChain adds up
+    the metadata of all chunks."""
     # Send each call in one chunk, because LangChain completes the JSON of partial arguments.
     # Invalid calls must not parse as JSON, or LangChain would treat them as valid.
     calls: list[tuple[ToolCall | InvalidToolCall, str]] = [

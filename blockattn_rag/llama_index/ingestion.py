@@ -49,8 +49,8 @@ class BlockKVTransform(SourceComponent, TransformComponent):
     nodes are copies with ``metadata["kv_handle"]``, which is excluded from the text for the LLM and
     the embedding model. Nodes without text are returned unchanged.
 
-    With a pipeline cache, the first ingestion reads the model's weights to compute a fingerprint,
-    so that cached results of other models, stores or templates are not used.
+    The keys of a pipeline cache include the model's fingerprint, the store and the template. The
+    pipeline therefore loads the model even if all results are cached.
 
     Args:
         model_name, engine, kv_store, ...: See ``BlockAttentionLLM``.
@@ -59,9 +59,9 @@ class BlockKVTransform(SourceComponent, TransformComponent):
         journal: Folder that records which server stored which passage (see ``ServerPool``).
         api_key: API key of the server, which is not pickled. Default: the environment variable
             ``BLOCKATTN_RAG_API_KEY``, which worker processes also read.
-        llm: LLM whose server, or whose model, store, template and recipe, are used. Replaces the
-            above.
-        block_template: Text around each passage. The LLM must use the same template.
+        llm: LLM whose server, or whose model, store and recipe, are used. Replaces the above.
+        block_template: Text around each passage. The LLM must use the same template. Default: that
+            of ``llm``, or a blank line after the passage.
         show_progress: Whether to show a progress bar.
         hide_file_paths: Whether to exclude ``file_path`` of ``SimpleDirectoryReader`` from blocks.
         metadata_key: Metadata key, such as ``"window"``, whose value replaces the text of nodes
@@ -204,10 +204,8 @@ def _shown(node: BaseNode, metadata_key: str | None) -> BaseNode:
 
 def _without_file_path(node: BaseNode) -> BaseNode:
     """Return the node, or a copy whose LLM view excludes the path from ``SimpleDirectoryReader``.
-
     The reader also adds and hides the file name, which distinguishes the reader's path from a path
-    that the user added. Nodes with a custom template keep the path, which the template may use.
-    """
+    that the user added. Nodes with a custom template keep the path, which the template may use."""
     path, name = node.metadata.get("file_path"), node.metadata.get("file_name")
     hidden = node.excluded_llm_metadata_keys
     is_readers = name and str(path).endswith(str(name)) and "file_name" in hidden
@@ -219,12 +217,10 @@ def _without_file_path(node: BaseNode) -> BaseNode:
 
 
 class HashingEmbedding(BaseEmbedding):
-    """Embedding model that counts hashed words and character n-grams, and needs no download.
+    """Embedding model that counts hashed words and character n-grams, and needs no download. It
+    matches only passages that share words with the question. Do not use it in production."""
 
-    It matches only passages that share words with the question. Do not use it in production.
-    """
-
-    dimensions: int = Field(default=2048, description="Length of the vectors.", gt=0)
+    dimensions: int = Field(default=2048, description="Number of dimensions.", gt=0)
 
     def __init__(self, dimensions: int = 2048, **kwargs: Any) -> None:
         check_known(type(self), kwargs, type(self).model_fields)
@@ -248,10 +244,11 @@ class HashingEmbedding(BaseEmbedding):
 
 
 def add_nodes(vector_store: ChromaVectorStore, nodes: Sequence[BaseNode], client: Any) -> list[str]:
-    """Add embedded nodes to a Chroma vector store in batches that ``client`` accepts. Returns ids.
+    """Add embedded nodes to a Chroma vector store in batches that ``client`` accepts.
 
     ``ChromaVectorStore.add`` sends up to 41665 nodes at once, which Chroma 1 rejects. Nodes whose
     id is already in the collection are skipped; to replace them, delete the stored nodes first.
+    Returns the ids of all nodes.
     """
     size = client.get_max_batch_size()
     batches = (list(nodes[at : at + size]) for at in range(0, len(nodes), size))

@@ -46,7 +46,7 @@ from blockattn_rag.store import KVStore
 class BlockAttentionLLM(PromptMaking, StructuredPrediction, CustomLLM, FunctionCallingLLM):
     """LLM that answers from cached passages with a transformers model in this process.
 
-    Replacement for ``HuggingFaceLLM`` with the same argument names. Passages between block markers
+    Shares argument names with ``HuggingFaceLLM``, which it replaces. Passages between block markers
     (see ``BlockKVPostprocessor``) are looked up in the KV store by the digest of their text, and
     encoded on a cache miss. The rest of the prompt is ordinary text. The constructor loads the
     model.
@@ -73,11 +73,13 @@ class BlockAttentionLLM(PromptMaking, StructuredPrediction, CustomLLM, FunctionC
             and ``tokenizer_name``. Default of ``messages_to_prompt``: the chat template. Default of
             ``completion_to_prompt`` for chat models: a single user message. Defaults of
             ``is_chat_model`` and ``is_function_calling_model``: whether there is a chat template,
-            and whether it supports tools. Without tool support, required calls use a grammar.
+            and whether it supports tools. Required calls, which a grammar enforces, work with any
+            chat template.
 
     Calls, and ``generate_kwargs`` for all calls, accept ``max_new_tokens``, ``temperature``,
     ``top_p``, ``top_k``, ``stop``, ``seed``, ``mode``, ``recipe`` (for comparisons), the arguments
-    of transformers' ``generate``, and two prompt options. Other options raise an error.
+    of transformers' ``generate``, ``response_format``, ``structured_outputs``, and two prompt
+    options. Other options raise an error.
 
     - ``chat_template_kwargs``: Variables of the chat template, such as ``enable_thinking``. Their
       values are trusted text in the prompt, so never take them from users.
@@ -149,7 +151,7 @@ class BlockAttentionLLM(PromptMaking, StructuredPrediction, CustomLLM, FunctionC
         )
 
     def to_payload(self) -> dict[str, Any]:
-        """Return the fields for instrumentation events. Reads no files: event loops call it."""
+        """Return fields for instrumentation events. Reads no files, so event loops can call it."""
         names = ("model_name", "mode", "recipe", "context_window", "max_new_tokens")
         return {"class_name": self.class_name(), **{name: getattr(self, name) for name in names}}
 

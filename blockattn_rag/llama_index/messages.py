@@ -105,7 +105,8 @@ class BlockReuseEvent(BaseEvent):
 
 
 class Responses:
-    """Converter of a stream's steps to responses. The last step dispatches ``BlockReuseEvent``."""
+    """Converter of an answer's steps to responses. The last step dispatches ``BlockReuseEvent``.
+    ``streamed``: Whether responses have a ``delta``."""
 
     def __init__(self, *, streamed: bool = False) -> None:
         self._streamed = streamed

@@ -58,7 +58,7 @@ def _view_class(cls: type[BaseNode]) -> type[BlockNode]:
 
 
 def as_block_node(node: BaseNode, label: str = "") -> BlockNode:
-    """Copy ``node``. The copy's LLM view is ``label`` and the text between block markers."""
+    """Copy ``node``. The copy's LLM view is ``label``, followed by the text between markers."""
     view = _without_handle_in_views(node)
     # Changing the class preserves all fields and private state.
     object.__setattr__(view, "__class__", _view_class(type(view)))
@@ -101,7 +101,7 @@ class BlockKVPostprocessor(BaseNodePostprocessor):
     """Postprocessor that puts block markers around passages in the LLM's prompt, and orders them.
 
     Put it last in ``node_postprocessors``. Nodes that were not ingested are marked, too, and are
-    encoded for the first answer. Returned nodes are copies.
+    encoded when they are first used in a prompt. Returned nodes are copies.
 
     Example::
 

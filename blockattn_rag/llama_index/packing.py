@@ -36,8 +36,9 @@ class BlockTextSplitter(TokenTextSplitter):
     """Text splitter that packs marked text into chunks of complete blocks.
 
     Chunks of blocks do not overlap. Text directly before a block, such as a source number, stays
-    with the block. A block that is larger than a chunk is split into blocks that fit. The tokens of
-    ``block_template`` are counted, too. Text without blocks is split as usual.
+    with the block if both fit in a chunk. A block that is larger than a chunk is split into blocks
+    that fit. The tokens of ``block_template`` are counted, too. Text without blocks is split as in
+    ``TokenTextSplitter``.
     """
 
     _block_template: BlockTemplate = PrivateAttr()
@@ -72,7 +73,7 @@ class BlockTextSplitter(TokenTextSplitter):
         """Yield indivisible texts, and their numbers of tokens without block markers."""
         position = 0
         for span in passages:
-            # Only the last paragraph before a block has to stay with it.
+            # The last paragraph before a block may be its label.
             head, blank_line, label = text[position : span.start].rpartition("\n\n")
             yield from self._plain(head + blank_line, chunk_size)
             position = span.end
@@ -114,7 +115,7 @@ class BlockTextSplitter(TokenTextSplitter):
 
 
 class _Joined(list[str]):
-    """List of chunks whose ``str`` is the joined text, because ``simple_summarize`` formats it."""
+    """List of chunks that ``simple_summarize``, which inserts the list into a string, joins."""
 
     def __str__(self) -> str:
         return "\n".join(self)
@@ -179,7 +180,7 @@ class BlockPromptHelper(PromptHelper):
         if isinstance(prompt, SelectorPromptTemplate):
             prompt = prompt.select(llm=llm)
         missing = set(prompt.template_vars) - prompt.kwargs.keys()
-        # The prompt without passages, but with the system prompt and the chat template.
+        # Count the prompt without passages, but with the system prompt and the chat template.
         prompt_tokens = llm.prompt_tokens(prompt, **dict.fromkeys(missing, ""))
         room = helper.context_window - helper.num_output - prompt_tokens
         size = room // num_chunks - padding

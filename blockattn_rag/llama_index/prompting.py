@@ -84,7 +84,8 @@ class PromptMaking(SourceComponent, LLM):
             chat_template_kwargs, parse_special_tokens: Override the values in ``generate_kwargs``.
 
         Raises:
-            ValueError: The chat template ignores one of ``chat_template_kwargs``.
+            ValueError: The prompt's template does not support the tools or one of
+                ``chat_template_kwargs``, or a message has content other than text.
         """
         variables = template_variables(self, chat_template_kwargs)
         own_format: Any = self.completion_to_prompt
@@ -159,8 +160,8 @@ class PromptMaking(SourceComponent, LLM):
 
 
 def with_whole_passages(prompt_args: dict[str, Any]) -> dict[str, Any]:
-    """Restore the markers of passages that LlamaIndex's prompt helper cut. This must be done before
-    the template is filled, which hides where a piece starts and ends."""
+    """Restore the markers of passages that LlamaIndex's prompt helper cut, except in the question.
+    After the template is filled, the start and end of a piece can no longer be found."""
     return {
         name: close_cut_passages(value) if isinstance(value, str) and name != "query_str" else value
         for name, value in prompt_args.items()

@@ -42,7 +42,7 @@ def configure(llm: LLM) -> None:
     """Set the LLM as LlamaIndex's default, with a matching prompt helper and tokenizer.
 
     Chat engines take their prompt helper from ``Settings``. Without this call, they cut passages
-    that do not fit in the context window.
+    that do not fit in the context window. Raises the TypeError of ``BlockPromptHelper.from_llm``.
     """
     Settings.prompt_helper = BlockPromptHelper.from_llm(llm)
     Settings.llm = llm
@@ -54,8 +54,8 @@ def encode_prompt_head(
 ) -> None:
     """Encode and store the text before the passages in a prompt template.
 
-    Answering a question stores only passages, so without this function, the first question in each
-    process prefills that text. If the template puts the question first, nothing is stored.
+    Answers store passages, but not text of user messages, so without this call, each process would
+    prefill that text once. If the template puts the question first, nothing is stored.
 
     Args:
         prompt: Template with ``context_str`` and ``query_str``. Default: LlamaIndex's
@@ -76,7 +76,7 @@ def block_response_synthesizer(
     """
     mode = ResponseMode(response_mode)
     if mode in (ResponseMode.CONTEXT_ONLY, ResponseMode.NO_TEXT):
-        # LlamaIndex would create these modes with the default LLM instead of this one.
+        # LlamaIndex would create these synthesizers with the default LLM instead of this one.
         shared = ("callback_manager", "streaming", "multimodal")
         own = {name: kwargs[name] for name in shared if name in kwargs}
         return (_CleanContext if mode is ResponseMode.CONTEXT_ONLY else NoText)(llm=llm, **own)
@@ -95,7 +95,7 @@ class _CleanContext(ContextOnly):
 
 
 _SYNTHESIS = signature(get_response_synthesizer).parameters.keys() - {"callback_manager"}
-"""Arguments of synthesizers that retrievers and query engines do not accept."""
+"""Arguments for the synthesizer, not for ``as_query_engine``."""
 
 
 def block_query_engine(
@@ -143,7 +143,7 @@ class BlockCitationQueryEngine(CitationQueryEngine):
     def from_args(  # type: ignore[override]
         cls, index: Any, llm: LLM | None = None, **kwargs: Any
     ) -> CitationQueryEngine:
-        """``CitationQueryEngine.from_args`` with a synthesizer that keeps blocks complete."""
+        """Like ``CitationQueryEngine.from_args``, with a synthesizer that keeps blocks complete."""
         keeps_blocks: bool = isinstance(llm, BlockLLM)
         if llm is not None and keeps_blocks and not kwargs.get("multimodal"):
             synthesizer = block_response_synthesizer(

@@ -11,10 +11,8 @@ from blockattn_rag.adapters.sources import Source
 
 
 class SourceComponent(BaseComponent):
-    """LlamaIndex component with a model, in this process or on a server.
-
-    The fields are sufficient to reload the model, unless it was created from live objects.
-    """
+    """LlamaIndex component with a model, in this process or on a server. The fields are sufficient
+    to reload the model, unless it was created from live objects."""
 
     model_name: str | None = None
     tokenizer_name: str | None = None
@@ -27,7 +25,7 @@ class SourceComponent(BaseComponent):
 
     @property
     def source(self) -> Source:
-        """Source of the model. Components with the same source share it."""
+        """Source of the model. Components with the same source share the model."""
         return self._source
 
     @classmethod

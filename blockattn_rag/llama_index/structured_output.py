@@ -30,7 +30,7 @@ _JSON: TypeAdapter[Any] = TypeAdapter(Any)
 class StructuredPrediction(LLM):
     """LLM methods that return objects, used by ``output_cls`` and ``as_structured_llm``.
 
-    The schema is appended to the last message, and a grammar enforces it. Calls raise
+    The schema is appended to the prompt, and a grammar enforces it. Calls raise
     ``IncompleteAnswerError`` if the answer is cut off, and ``GrammarError`` for invalid schemas.
     """
 

@@ -111,8 +111,10 @@ def evaluate(
 ) -> EvaluationReport:
     """Answer each sample in full mode and with each recipe, greedily, and score the answers.
 
+    ``batch_size``: Number of prompts in a batch. Other arguments: see ``measure_fidelity``.
+
     Raises:
-        ValueError: A recipe cannot be used, or ``samples`` is empty.
+        ValueError: A recipe, its name or ``batch_size`` is invalid, or ``samples`` is empty.
         DataError: ``records_path`` contains records of another evaluation or other samples, or is
             not a record file.
         ContextOverflowError: Prompts do not fit in the context window. The message lists their

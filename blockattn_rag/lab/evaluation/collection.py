@@ -1,7 +1,7 @@
 """Evaluation of block mode on a user's collection and questions, compared with full mode.
 
-Each question is answered in full mode, with the recipe in use, and with ``"fast"``, which has no
-cost per answer. Divergence and agreement need no reference answers (``evaluation.fidelity``). For
+The recipe in use and ``"fast"``, which has no cost per answer, are compared with full mode on each
+question. Divergence and agreement need no reference answers (``evaluation.fidelity``). For
 questions with reference answers, correct answers are counted, too, with and without passages.
 """
 
@@ -33,7 +33,7 @@ FEWEST = 30
 """Minimum number of questions for a reliable verdict."""
 
 _TIMED = 5
-"""Number of questions to measure time to first token on, with another full-mode pass each."""
+"""Number of questions to measure time to first token on, which adds a full-mode pass to each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +53,8 @@ class CollectionRow:
 
     Args:
         agreement, kl: See ``FidelityResult``. None in full mode and without passages.
-        right: Number of correct answers. None without reference answers.
-        kept: Number of full mode's correct answers that are also correct here.
+        right, kept: Number of correct answers, and of those that are also correct in full mode.
+            None without reference answers.
         ttft_s: Median time to first token in seconds. None without passages.
     """
 
@@ -86,15 +86,15 @@ class CollectionReport:
         return tuple(row for row in self.rows if row.name not in (FULL, CLOSED_BOOK))
 
     def gain(self, row: CollectionRow) -> float | None:
-        """Fraction of the accuracy gain from passages that a row keeps, compared with full mode.
-        None without reference answers, or if passages do not improve full mode."""
+        """Fraction of full mode's accuracy gain from passages that a row keeps. None for the row
+        without passages, without reference answers, or if passages do not improve full mode."""
         if row.right is None or row.name == CLOSED_BOOK:
             return None
         full, none = (self[name].right or 0 for name in (FULL, CLOSED_BOOK))
         return (row.right - none) / (full - none) if full > none else None
 
     def share(self, row: CollectionRow) -> float:
-        """Fraction of full mode's correct answers, or else of its tokens, that a recipe keeps."""
+        """Fraction of full mode's correct answers that a recipe keeps; if none, of its tokens."""
         if row.kept is not None and (right := self[FULL].right):
             return row.kept / right
         assert row.agreement is not None
@@ -128,7 +128,7 @@ def evaluate_collection(
 
     Args:
         engine: Engine without resident blocks, so that times include reading them. Missing blocks
-            are encoded and stored, for ``"fast"`` in a temporary folder.
+            are encoded and stored; for ``"fast"`` in a temporary folder, if it encodes differently.
     """
     with tempfile.TemporaryDirectory() as folder:
         engines = _engines(engine, folder)

@@ -72,19 +72,24 @@ class EvaluationSample:
 
 
 def digest_of(parts: Any) -> str:
-    """Compute a short digest of JSON values that is identical in all processes."""
+    """Compute a digest of JSON values, 16 hex digits, that is identical in all processes."""
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
 
 def read_samples(path: str | Path, *, limit: int | None = None) -> list[EvaluationSample]:
-    """Read evaluation data from a ``.jsonl`` or ``.jsonl.gz`` file, skipping blank lines."""
+    """Read the first ``limit`` samples (default: all) of a plain or gzip JSON Lines file.
+
+    Raises:
+        DataError: The file is missing, empty or damaged, a record is invalid, or an id is repeated.
+    """
     return read_distinct(path, lambda record, _: _sample(record), limit)
 
 
 def read_distinct(
     path: str | Path, parse: Callable[[JsonRecord, int], S], limit: int | None = None
 ) -> list[S]:
-    """Read samples with distinct ids from a JSON Lines file; see ``read_samples``."""
+    """Read samples with ``parse``, a function of a record and its line number. Raises the errors of
+    ``read_samples``."""
     samples: dict[str, S] = {}
     for number, sample in islice(parsed_lines(path, parse), limit):
         if sample.id in samples:

@@ -72,6 +72,8 @@ class FidelityRecord:
     """Comparison of a row with full mode on one question, over the tokens of full mode's answer.
 
     Args:
+        mode: Name of the row.
+        tokens: Number of tokens in full mode's answer.
         kl, first_kl: Divergence in nats: mean over the answer, and at its first token.
         agreement: Fraction of tokens for which the row's most likely token equals full mode's. If
             it is 1, the greedy answers are identical.
@@ -117,8 +119,8 @@ class FidelityResult:
 
     ``recovery`` is the fraction of plain block mode's divergence that the recipe removes: (KL of
     the row ``none`` minus KL of this row) / (KL of ``none`` minus KL of the floor). It is None for
-    the row ``none``, for prompts without passages, if ``none`` was not run, and if ``none`` differs
-    from full mode only by rounding.
+    the rows ``none``, ``floor`` and ``closed-book``, if ``none`` was not run, and if ``none``
+    differs from full mode only by rounding. ``identical``: Fraction of identical answers.
     """
 
     mode: str
@@ -150,7 +152,7 @@ class LoggedPrompt:
 
 
 def read_log(path: str | Path) -> list[LoggedPrompt]:
-    """Read logged prompts from a ``.jsonl`` or ``.jsonl.gz`` file; see ``read_samples``."""
+    """Read logged prompts from a JSON Lines file. The default id is the line number."""
 
     def parse(record: JsonRecord, number: int) -> LoggedPrompt:
         texts = enumerate(list_of(record, "prompt"))
@@ -177,16 +179,16 @@ def measure_fidelity(
 
     Args:
         samples: Evaluation data (reference answers are not used) or logged prompts.
-        recipes: Recipes to compare. Every run also compares full mode with itself, in the row
-            ``"floor"``.
+        recipes: Recipes to compare. Every run also has the row ``"floor"``: full attention that is
+            computed in two steps (``FLOOR``).
         closed_book: Whether to also compare full mode without passages. Only for evaluation data.
-        max_new_tokens: Maximum length of full mode's answers in tokens. Default: 24.
+        max_new_tokens: Maximum length of full mode's answers in tokens.
         records_path: JSON Lines file with a record per sample and row. Recorded samples are
             skipped.
         settings: Additional settings for the report and the records file.
 
     Raises:
-        ValueError: A recipe cannot be used, or ``samples`` is empty.
+        ValueError: A recipe or its name is invalid, or ``samples`` is empty.
         DataError: ``records_path`` contains records of another run, or is not a record file.
         ContextOverflowError: A prompt does not fit in the context window.
     """
@@ -229,7 +231,7 @@ def compare_each(
     records_path: str | Path | None,
     on_progress: Callable[[int, int], None] | None,
 ) -> FidelityReport:
-    """Compare each sample with full mode in each row. Recorded samples are skipped."""
+    """Compare each row with full mode on each sample, unless ``records_path`` has the result."""
     file = RecordFile(
         records_path, noted, lambda line: FidelityRecord(**line), samples=samples, rows=rows
     )

@@ -1,4 +1,4 @@
-"""Accuracy metrics for short answers, as in papers on retrieval-augmented generation."""
+"""Accuracy metrics for short answers, and bootstrap intervals."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _QUANTILES = (0.025, 0.975)
 
 def normalize_answer(text: str) -> str:
     """Normalize an answer as the SQuAD and NQ-Open evaluation scripts do (Rajpurkar et al. 2016):
-    lower case, without ASCII punctuation and articles, single spaces. A text that consists only of
+    lower case, without ASCII punctuation and articles, single spaces. In contrast, a text of only
     articles and punctuation keeps them, because an empty text would match everything."""
     lowered = " ".join(text.lower().split())
     return " ".join(_ARTICLES.sub(" ", lowered.translate(_PUNCTUATION)).split()) or lowered
 
 
 def contains_answer(output: str, answers: Sequence[str]) -> float:
-    """Return 1.0 if any gold answer occurs in the output (both normalized), else 0.0.
+    """Return 1.0 if any reference answer occurs in the output (both normalized), else 0.0.
 
     This is the accuracy of Block-Attention (Ma et al. 2025, section 3.1), and ``best_subspan_em``
     of Liu et al. 2023. It compares characters, not words, so "7" occurs in "1970".
@@ -36,13 +36,13 @@ def contains_answer(output: str, answers: Sequence[str]) -> float:
 
 
 def exact_match(output: str, answers: Sequence[str]) -> float:
-    """Return 1.0 if the output equals any gold answer (both normalized), else 0.0."""
+    """Return 1.0 if the output equals any reference answer (both normalized), else 0.0."""
     found = normalize_answer(output)
     return float(any(normalize_answer(answer) == found for answer in answers))
 
 
 def f1_score(output: str, answers: Sequence[str]) -> float:
-    """Return the highest F1 score (of word precision and recall) over the gold answers, in 0..1."""
+    """Return the highest F1 score of the output's words over the reference answers, in 0..1."""
     found, best = normalize_answer(output).split(), 0.0
     for answer in answers:
         expected = normalize_answer(answer).split()
@@ -59,7 +59,7 @@ METRICS: dict[str, Callable[[str, Sequence[str]], float]] = {
 
 
 class Interval(NamedTuple):
-    """Mean with a confidence interval."""
+    """Mean with a 95 % confidence interval."""
 
     mean: float
     low: float
@@ -83,7 +83,7 @@ def bootstrap_ratio(
 ) -> Interval:
     """Return the mean of the numerators over the mean of the denominators, with a 95 % interval.
 
-    The interval is a deterministic percentile bootstrap (Efron 1979). Each numerator is drawn
+    The interval is a percentile bootstrap (Efron 1979) with a fixed seed. Each numerator is drawn
     together with its denominator. The mean of the denominators must be positive; resamples in which
     it is not positive are discarded.
     """

@@ -21,7 +21,7 @@ FULL, CLOSED_BOOK, PLAIN = "full", "closed-book", "none"
 """Row names of full mode, prompts without passages, and plain block mode."""
 
 Recipes = Mapping[str, RecipeLike] | Sequence[RecipeLike]
-"""Recipes by row name, or a list of recipes, whose text is then the row name."""
+"""Recipes by row name, or a list of recipes, whose row names are their texts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +111,8 @@ class Report(Generic[R, F]):
 class RecordFile(Generic[R]):
     """JSON Lines file with a run's settings on the first line, and one record on each other line.
 
-    An incomplete last line, left by a crash, is removed when the file is opened again. Files that
-    were not written by this class are never modified.
+    An incomplete last line, left by a crash, is removed when the file is opened again. Files with
+    other contents raise ``DataError``. Without a ``path``, records are only kept in memory.
     """
 
     def __init__(

@@ -1,1 +1,1 @@
-"""Repair of stock models: fitting, choosing and measuring a recipe, without labels."""
+"""Repair of stock models: fitting, choosing and measuring a recipe. Needs no labels."""

@@ -1,6 +1,6 @@
 """Ridge regression that fits a correction: a map from the KV of blocks to that of full attention.
 
-The fit needs only passages: no questions, labels or gradients. Each prompt's context is encoded
+The fit needs only passages, not questions, labels or gradients. Each prompt's context is encoded
 twice, as blocks and with full attention. Only sums over tokens are kept, so memory use does not
 grow with the number of prompts.
 """
@@ -96,8 +96,8 @@ def fit_correction(
     sink: str = NO_SINK,
     on_progress: Callable[[int, int], None] = lambda *_: None,
 ) -> Correction:
-    """Fit a correction for blocks that are encoded after ``sink``, except for each prompt's first
-    block. The penalty is selected on the held-out prompts."""
+    """Fit a correction for blocks that are encoded with ``sink``. Each prompt's first block is only
+    context for the others. The penalty is selected on the held-out prompts."""
     every = [*contexts, *held_out]
     if not contexts or not held_out or any(len(context) < 2 for context in every):
         raise ValueError(

@@ -1,7 +1,7 @@
 """Candidate recipes of a repair: comparison with full mode, and selection.
 
-The recipe is chosen in two steps. The first step compares the candidates without a cost per answer,
-and selects the simplest candidate that the data cannot distinguish from the best (the
+The recipe is chosen in two steps. The first compares the recipe in use and recipes without a cost
+per answer, and selects the simplest candidate that the data cannot distinguish from the best (the
 one-standard-error rule, Breiman et al. 1984). If this recipe keeps too few of full mode's answers,
 the second step adds the smallest cost per answer that is sufficient.
 """
@@ -39,13 +39,13 @@ Tick = Callable[[int, int], None]
 _GENERATED_AT_ONCE = 8
 
 _CONFIDENCE = 1.96
-"""Number of standard errors by which a recipe must be better to replace another."""
+"""Number of standard errors by which a recipe must be better to replace the recipe in use."""
 
 _SHARES = (0.05, 0.1, 0.2)
-"""Candidate fractions of tokens to recompute."""
+"""Candidate fractions of the passages' tokens to recompute."""
 
 _FEWEST_RIGHT = 8
-"""Minimum number of correct full-mode answers. With fewer, recipes are compared by tokens."""
+"""Minimum number of correct full-mode answers for comparing correct answers instead of tokens."""
 
 Losses = Mapping[str, NDArray[np.float64]]
 """Losses of recipes on the same questions, ``[questions]``, by name, the simplest recipe first."""
@@ -57,8 +57,8 @@ IN_USE = "in use"
 def free_recipes(
     adapters: Mapping[str, Correction], in_use: Recipe | None = None
 ) -> dict[str, Recipe]:
-    """Return the candidates without a cost per answer, by name, the simplest first. The recipe in
-    use comes before new adapters."""
+    """Return the candidates of the first step, by name, the simplest first. The recipe in use comes
+    before new adapters."""
     recipes = {PLAIN: Recipe(), FREE_SINK: Recipe(FREE_SINK)}
     if in_use is not None:
         recipes[IN_USE] = in_use
@@ -74,12 +74,10 @@ def count_candidates(model: BlockModel, in_use: Recipe | None) -> int:
 
 
 def costly_recipes(model: BlockModel, name: str, free: Recipe) -> dict[str, Recipe]:
-    """Return variants that keep more answers at a cost per answer, by name, the cheapest first.
-
-    Variants recompute tokens or, if the model cannot recompute, promote a passage. Passages are
-    encoded after the head, which makes recomputation more effective, unless an adapter was fitted
-    to another sink.
-    """
+    """Return variants of a recipe with a (higher) cost per answer, by name, the cheapest first.
+    Variants recompute tokens or, if the model cannot recompute, promote a passage. The sink of
+    recomputing variants is ``HEAD``, which makes recomputation more effective. Recipes with an
+    adapter keep their sink, because the adapter was fitted with it."""
     if can_recompute(model):
         base, name = (free, name) if free.adapter else (Recipe(HEAD), HEAD)
         return {
@@ -95,10 +93,11 @@ class Choice:
     """Chosen candidate.
 
     Args:
-        recipes: All candidates by name: first those without a cost per answer, the simplest first,
-            then those with a cost, the cheapest first.
+        recipes: All candidates by name: those of the first step, the simplest first, then those of
+            the second step, the cheapest first.
         losses: Mean loss of each candidate, by name.
-        shares: Fraction of full mode's answers that each candidate of the second step keeps.
+        shares: Fraction of full mode's answers that each candidate of the second step keeps. The
+            second step includes the best candidate of the first.
     """
 
     name: str
@@ -162,10 +161,8 @@ class Comparer:
     def _shares(
         self, asked: Sequence[Asked], recipes: Mapping[str, Recipe], tick: Tick
     ) -> dict[str, float]:
-        """Measure the fraction of full mode's answers that each recipe keeps.
-
-        Counts correct answers if there are enough, else tokens that the recipe also predicts.
-        """
+        """Measure the fraction of full mode's answers that each recipe keeps. Counts correct
+        answers if there are enough, else tokens that the recipe also predicts."""
         report = self.compared(asked, recipes, tick)
         right = self.right(asked, recipes)
         full = right.pop(FULL, [])
@@ -195,8 +192,8 @@ class Comparer:
         return records
 
     def right(self, asked: Sequence[Asked], recipes: Mapping[str, Recipe]) -> dict[str, list[bool]]:
-        """Check the answers in full mode and with each recipe, by name, on all questions with
-        reference answers. Returns an empty dict if there are none."""
+        """Return whether each answer in full mode and with each recipe is correct, by row name, for
+        the questions with reference answers. Empty if there are none."""
         known = [one for one in asked if one.answers]
         if not known:
             return {}
@@ -215,13 +212,10 @@ class Comparer:
 
 
 def choose(losses: Losses, in_use: str | None = None, fewest: int = 0) -> str:
-    """Choose a recipe by the losses of all candidates without a cost per answer.
-
-    Chooses the first recipe whose loss is at most one standard error above the lowest loss. The
-    recipe in use is kept unless the chosen recipe is better by more than the 95 % interval of the
-    difference, on at least ``fewest`` questions. Standard errors are those of paired differences
-    per question.
-    """
+    """Choose a recipe by the losses of all candidates of the first step. Chooses the first recipe
+    whose loss is at most one standard error above the lowest loss. The recipe in use is kept unless
+    the chosen recipe is better by more than 1.96 standard errors, on at least ``fewest`` questions.
+    Standard errors are those of paired differences per question."""
     best = min(losses, key=lambda name: losses[name].mean())
     chosen = next(name for name in losses if _difference(losses, name, best) <= 1)
     if in_use is None:
@@ -231,13 +225,14 @@ def choose(losses: Losses, in_use: str | None = None, fewest: int = 0) -> str:
 
 
 def cheapest(shares: Mapping[str, float], tolerance: float) -> str:
-    """Return the cheapest recipe whose share is at least ``tolerance``, else the best recipe."""
+    """Return the first recipe with a share of at least ``tolerance``, else that with the highest.
+    ``shares``: Kept fraction of full mode's answers by recipe name, the cheapest recipe first."""
     within = (name for name, share in shares.items() if share >= tolerance)
     return next(within, max(shares, key=lambda name: shares[name]))
 
 
 def _difference(losses: Losses, name: str, other: str) -> float:
-    """Return by how many standard errors the first loss exceeds the second. 0 if equal."""
+    """Return by how many standard errors the loss of ``name`` exceeds that of ``other``."""
     difference = losses[name] - losses[other]
     mean, error = difference.mean(), difference.std(ddof=1) / math.sqrt(len(difference))
     return float(mean / error) if error else math.copysign(math.inf, mean) if mean else 0.0

@@ -20,20 +20,21 @@ class Limits:
         questions: Maximum number of questions that the model generates. More improve little.
         writing_share: Maximum fraction of the time for generating questions.
         passages: Maximum number of passages in a prompt: as many as ``ask`` retrieves.
-        answer_tokens: Maximum number of tokens in full mode's answers. Enough for facts.
+        answer_tokens: Maximum number of tokens in full mode's answers. Enough for short facts.
         top_k: Number of the teacher's most likely tokens to keep at each answer token.
         held_out: Maximum number of questions for choosing and measuring together.
         held_out_share: Maximum fraction of questions that are held out.
         fewest_held_out: Minimum number of held-out questions: two for choosing and two for
             measuring, because a standard error requires two.
-        fewest_to_choose: Minimum number of questions for choosing an adapter or a faster recipe.
-        closed_form: Number of prompts for the closed form, which more prompts do not improve.
+        fewest_to_choose: Minimum number of questions for choosing another recipe than the one in
+            use or, without one, an adapter or a recipe that is faster than the stock recipe.
+        closed_form: Maximum number of prompts for the closed form. More do not improve it.
         samples: Maximum number of prompts to train on.
         draws: Maximum number of samples per question, each with randomly drawn passages.
         fewest_samples: Minimum number of prompts to train on. With fewer, training is skipped.
         epochs: Passes over the samples. New samples improve results more than further passes.
         measurements: Number of evaluations during training. A checkpoint is saved with each.
-        validation: Number of prompts for evaluations during training.
+        validation: Maximum number of prompts for evaluations during training.
         store_bytes: Maximum size of keys and values in the work folder, in bytes.
     """
 
@@ -69,7 +70,7 @@ class Speeds:
     Args:
         answer: Generating full mode's answer.
         encode: Encoding the context with full attention. Encoding the passages takes about as long.
-        fetch: Loading or encoding the passages, which are encoded after the sink.
+        fetch: Loading the passages' blocks, or encoding the passages with the sink.
         step: Forward and backward pass of the student.
     """
 
@@ -85,7 +86,7 @@ class Speeds:
 
     def held_out(self, recipes: int) -> float:
         """Seconds for a held-out prompt: full mode's answer, passages encoded with and without the
-        sink, all recipes' predictions, and their answers if there are reference answers."""
+        sink, all recipes' predictions, and their answers (estimated as two predictions)."""
         return self.answer + self.encode + self.fetch + (recipes + 2) * self.compare
 
     def sample(self, epochs: float) -> float:
@@ -129,8 +130,9 @@ class RepairPlan:
         batch: int,
         limits: Limits,
     ) -> RepairPlan:
-        """Create a plan for the remaining time: at most a quarter for held-out questions, at most a
-        fifth of the rest for the closed form, and the remainder for training."""
+        """Create a plan for ``seconds``: a quarter for held-out questions, a fifth of the rest for
+        the closed form, and the remainder for training, within the limits. If training does not
+        fit, the closed form gets the remainder, too. Raises ``DataError``."""
         check_enough(questions, limits)
         budget_s, held_s = seconds, speeds.held_out(recipes)
         most = min(limits.held_out, math.floor(limits.held_out_share * questions))

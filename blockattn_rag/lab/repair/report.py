@@ -16,7 +16,6 @@ from blockattn_rag.lazy import missing_extra
 
 logger = logging.getLogger("blockattn_rag")
 
-
 RepairReport = Mapping[str, Any]
 """Result of a repair, as plain JSON types:
 

@@ -21,7 +21,7 @@ from blockattn_rag.model import BlockModel
 from blockattn_rag.prompts.formats import Passage
 
 _LENGTHS = 100
-"""Number of passages whose tokens are counted to estimate the total."""
+"""Minimum number of passages, if there are enough, from which the total tokens are estimated."""
 
 
 def repair(
@@ -42,7 +42,7 @@ def repair(
 
     Args:
         output: Folder for the recipe. An existing recipe in it is replaced.
-        minutes: Time limit for the complete run.
+        minutes: Time limit for the complete run. Resuming requires the same limit.
         tolerance: Fraction of full mode's answers that the recipe must keep: correct answers if
             enough questions have reference answers, else tokens. If no candidate keeps this
             fraction, the candidate that keeps the most is chosen.
@@ -51,8 +51,9 @@ def repair(
         The recipe, with its report.
 
     Raises:
-        DataError: There are too few questions or passages, the model is block-fine-tuned, an
-            interrupted run had other inputs, or another run with this output is in progress.
+        DataError: There are too few questions or passages, the model is block-fine-tuned, the
+            output contains other files or another model's recipe, an interrupted run had other
+            inputs, or another run with this output is in progress.
         TooLittleTimeError: There is too little time. A subclass of DataError.
         DivergedError: A loss became NaN or infinite.
         ContextOverflowError: A prompt and its answer do not fit in the context window.
@@ -83,8 +84,8 @@ def repair(
 
 
 def _check_output(output: Path, model: BlockModel) -> None:
-    """Reject an output folder that is not writable, or contains anything except a recipe for the
-    model, which would be replaced."""
+    """Check that the output can be written. It may be a folder that only contains a recipe for the
+    model, which the run replaces."""
     try:
         check_replaceable(output)
     except ValueError as error:

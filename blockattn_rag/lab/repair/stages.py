@@ -1,6 +1,7 @@
 """Stages of a repair: questions, full mode's answers, fits, selection, and measurement.
 
-Each stage stores its results in the work folder, so an interrupted run continues where it stopped.
+Questions, answers, fits and comparisons are stored in the work folder, from which an interrupted
+run resumes.
 """
 
 from __future__ import annotations
@@ -70,12 +71,12 @@ _RESERVE_SHARE = 0.08
 """Fraction of the time reserved for loading, saving, and work that is slower than measured."""
 
 LATEST = 1.3
-"""Multiple of the planned time after which training is stopped."""
+"""Multiple of the planned training time after which training is stopped."""
 
 
 @dataclass
 class Repair:
-    """Run of a repair: its stages, and the state that they share."""
+    """One run of ``repair``: its stages, and the state that they share."""
 
     model: BlockModel
     material: Material
@@ -101,7 +102,7 @@ class Repair:
         self.most_recipes = count_candidates(model, self.material.in_use)
 
     def run(self, version: str) -> tuple[Recipe, bytes | None]:
-        """Run all stages. Returns the recipe with its report, and the report's plot."""
+        """Run all stages. Returns the recipe with its report, and the report's ``plot``."""
         # Measure speeds first, so that insufficient time is reported before any other work.
         speeds = None if (self.folder / PLAN).exists() else self._checked_speeds()
         questions = distinct_questions(self._questions(speeds))
@@ -187,11 +188,9 @@ class Repair:
         return speeds
 
     def _questions(self, speeds: Speeds | None) -> Sequence[Question]:
-        """Return the questions of the repair.
-
-        If a plan exists (``speeds`` is None), no more questions are generated, because the split
-        into fitted and held-out questions depends on all of them.
-        """
+        """Return the questions of the repair. If a plan exists (``speeds`` is None), no more
+        questions are generated, because the split into fitted and held-out questions depends on all
+        of them."""
         material, limits = self.material, self.limits
         if material.questions is not None:
             return material.questions
@@ -233,11 +232,8 @@ class Repair:
 
     def speeds(self, question: Question) -> Speeds:
         """Estimate the seconds of each step for a prompt with as many passages as ``ask``
-        retrieves.
-
-        Speeds are measured with two passages, after a warm-up with the start of each, because a
-        complete prompt takes minutes on slow machines.
-        """
+        retrieves. Speeds are measured on a prompt with two passages, after a warm-up on their
+        beginnings, and scaled to a complete prompt, which would take minutes on slow machines."""
         student = Student(self.model, no_correction(self.model, FREE_SINK))
         loss = partial(correction_loss, student, self.teacher, self.source)
         self.model.hf_model.requires_grad_(False)
@@ -271,10 +267,9 @@ class Repair:
     def samples(
         self, questions: Sequence[Question], plan: RepairPlan
     ) -> tuple[list[Question], list[Question]]:
-        """Draw training samples, as many as the limits permit, and held-out samples.
-
-        Only held-out samples always have as many passages as ``ask`` retrieves.
-        """
+        """Draw training samples, as many as the limits permit, and a sample per held-out question.
+        Held-out samples have as many passages as ``ask`` retrieves; training samples may have
+        fewer."""
         held, rest = questions[: plan.held_out], questions[plan.held_out :]
         most = self.limits.passages
         count = max(self.limits.samples, plan.closed_form)

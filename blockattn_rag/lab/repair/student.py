@@ -37,15 +37,13 @@ _WARM_UP_SHARE = 0.1
 _ADAM_BETA2 = 0.98
 
 _BIAS_UNIT = 20.0
-"""Training scale of the constants, which are much larger than weights but get equal Adam steps."""
+"""Unit in which biases are trained. They are much larger than weights, but Adam steps are equal."""
 
 
 class ReadThroughStore(DirectoryStore):
-    """Store in a folder, which reads missing blocks from another store, the lender.
-
+    """Store in a folder that reads missing blocks from another store, the lender, if there is one.
     A repair can thus use the blocks of a database without adding any to it. Int8 blocks are not
-    read from the lender, because an adapter must not be fitted to quantized blocks.
-    """
+    read from the lender, because an adapter must not be fitted to quantized blocks."""
 
     def __init__(self, path: Path, max_bytes: int, lender: KVStore | None) -> None:
         # Blocks are not flushed to disk, because lost blocks are simply encoded again.
@@ -71,8 +69,8 @@ class ReadyPrompt(NamedTuple):
 
 
 class BlockSource:
-    """Source of prompts for block mode, with blocks from a store. Missing blocks are encoded by the
-    stock model, and stored."""
+    """Function that prepares prompts for block mode. Blocks come from a store. Missing blocks are
+    encoded with a sink but without a correction, and stored."""
 
     def __init__(self, model: BlockModel, store: KVStore, sink: str, namespace: str = "") -> None:
         self._model = model
@@ -89,8 +87,8 @@ class BlockSource:
 class Student(nn.Module):
     """Module that predicts known answers in block mode, and is differentiable in the correction.
 
-    The module has only the correction's parameters. The model is not a submodule: its weights must
-    be frozen, and are not trained, moved or saved with the module.
+    Its only parameters are the correction's. The model is not a submodule, so its weights, which
+    must be frozen, are not trained, moved or saved with the module.
     """
 
     def __init__(self, model: BlockModel, correction: Correction) -> None:
@@ -154,10 +152,8 @@ def train_correction(
     on_progress: Callable[[int, int], None],
     time_is_up: Callable[[], bool],
 ) -> list[dict[str, float]]:
-    """Train a student, and keep the state with the lowest held-out loss. Returns all losses.
-
-    Resumes from the last checkpoint in ``folder``.
-    """
+    """Train a student, which ends in the state with the lowest loss on ``held``. Returns all
+    losses. Resumes from the last checkpoint in ``folder``."""
     checkpoint = last_checkpoint(folder)
     arguments = training_arguments(
         folder,

@@ -47,10 +47,8 @@ def top_predictions(logits: Tensor, k: int) -> TopPredictions:
 
 def log_probs_at(logits: Tensor, tokens: Tensor) -> Tensor:
     """Return log-probabilities ``[n, k + 1]`` of ``tokens`` ``[n, k]``, and of all others together.
-
-    The last column is a sum over the other tokens. If ``tokens`` have nearly all the mass, 1 minus
-    their sum would consist mostly of rounding errors, and have an unbounded gradient.
-    """
+    The last column sums up the other tokens' probabilities. If ``tokens`` have nearly all the mass,
+    1 minus their sum would consist mostly of rounding errors, and have an unbounded gradient."""
     logits = logits.float()
     others = logits.scatter(-1, tokens, -torch.inf).logsumexp(-1, keepdim=True)
     return torch.cat([logits.gather(-1, tokens), others], dim=-1) - logits.logsumexp(
@@ -70,10 +68,8 @@ def divergence(teacher: TopPredictions, logits: Tensor) -> Tensor:
 
 
 def answer_loss(per_token: Tensor) -> Tensor:
-    """Return the mean of an answer's divergences ``[n]``, with the first token counted twice.
-
-    The first token often determines the content of an answer, and whether the model answers at all.
-    """
+    """Return the mean of an answer's divergences ``[n]``, with the first token counted twice. The
+    first token often determines the content of an answer, and whether the model answers at all."""
     return (per_token.sum() + per_token[0]) / (len(per_token) + 1)
 
 

@@ -2,8 +2,8 @@
 
 Token *i* may attend to token *j* if *j* does not come after *i*, and *i* is in the same block as
 *j* or in the final block (Block-Attention, arXiv 2409.15355, figure 1). In full mode, the final
-block is the only block. Only the block that follows a sink attends to it.
-``check.oracle.block_mask`` illustrates both cases.
+block is the only block. Only the sink itself and the block that follows it attend to a sink.
+``check.oracle.block_mask`` shows masks with and without a sink.
 """
 
 from __future__ import annotations
@@ -46,9 +46,7 @@ class TokenLayout(NamedTuple):
 
 def layout_mask(layout: TokenLayout, *, window: int | None = None) -> Tensor:
     """Create a bool mask ``[batch, 1, tokens, tokens]``, True where attention is allowed.
-
-    ``window``: Sliding window in places, including the token itself.
-    """
+    ``window``: Sliding window in places, including the token itself."""
     block, place = layout.block[:, None], layout.place[:, None]
     query, key = block[..., :, None], block[..., None, :]
     same_block = query.abs() == key.abs()  # A sink's number is the negative of its block's.
@@ -60,8 +58,8 @@ def layout_mask(layout: TokenLayout, *, window: int | None = None) -> Tensor:
 
 
 class ModelMasks:
-    """Function that creates the ``attention_mask`` with which a transformers model uses the block
-    mask, for ``"eager"`` or ``"sdpa"`` attention.
+    """Function that converts a ``TokenLayout`` to the ``attention_mask`` of a transformers model
+    with ``"eager"`` or ``"sdpa"`` attention.
 
     Windows are applied here, because models pass a four-dimensional mask unchanged to all layers,
     even to sliding-window layers. A model with several layer types accepts one mask per type.
@@ -103,7 +101,7 @@ class ModeDataset(Dataset[Item]):
     """Dataset with each sample once per mode.
 
     Args:
-        samples: A ``datasets.Dataset`` with the columns of ``EncodedSample``.
+        samples: A ``datasets.Dataset`` whose columns are the fields of ``EncodedSample``.
         positions: ``"reordered"``: blocks have the positions of their places in the prompt.
             ``"composite"`` (TurboRAG's name for this ablation): each context block starts at
             position 0, and the final block starts after the total length of the context.
@@ -153,10 +151,8 @@ class ModeDataset(Dataset[Item]):
 
 @dataclass(frozen=True, slots=True)
 class Collator:
-    """Function that joins items into a batch of tensors ``[samples, tokens]``.
-
-    Padding is at the end, so with causal attention, no real token attends to it.
-    """
+    """Function that joins items into a batch of tensors ``[samples, tokens]``. Padding is at the
+    end, so with causal attention, no real token attends to it."""
 
     pad_token_id: int
 
@@ -175,11 +171,9 @@ class Collator:
 def batch_loss(
     masks: ModelMasks, dtype: torch.dtype, model: Any, batch: Mapping[str, Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Compute the summed cross-entropy of a batch's labels, and their number.
-
-    Logits are computed only at positions with a label. With long contexts and large vocabularies,
-    the logits of all positions would be the largest tensor in the step.
-    """
+    """Compute the summed cross-entropy of a batch's labels, and their number. Logits are computed
+    only at positions where a sample has a label. With long contexts and large vocabularies, the
+    logits of all positions would be the largest tensor in the step."""
     labels = batch["labels"][:, 1:]  # Each label is predicted from the tokens before it.
     columns = (labels != IGNORED).any(dim=0).nonzero().flatten()
     logits = model(

@@ -52,7 +52,11 @@ class FinetuneConfig:
         lora: Whether to train low-rank adapters instead of all weights (needs peft).
         lora_rank: Rank of the adapters. The scale is always 2.
         bf16: Whether to compute in bfloat16 with autocast. The weights are float32.
-        eval_steps: Steps between evaluations. 0: only at the start and end.
+        eval_steps, save_steps: Steps between evaluations and between checkpoints. With 0,
+            evaluations are only at the start and end.
+
+    Raises:
+        ValueError: A setting is unknown or out of range, or settings contradict each other.
     """
 
     model: str

@@ -8,12 +8,12 @@ Files have one JSON object per line, and may mix these kinds::
     {"question": …, "passages": [{"title": …, "text": …}, …], "answer": …}
     {"passages": […], "turns": [{"question": …, "answer": …}, …]}
 
-*Messages*: each turn is a block. The last two messages (a question and the assistant's answer) form
-the final block. *Blocks* are used literally, without a chat template. ``before`` and ``after`` are
-template text around the block. ``control`` is whether to parse control tokens in ``text`` (see
-``blocks.Block``). *Passages* are formatted with a prompt format from :mod:`blockattn_rag.prompts`.
-With *turns*, the final block contains everything from the first question on, and all answers are
-trained on.
+*Messages*: each message is a block (or several, with ``blocks_per_turn``). The last two messages, a
+question and the assistant's answer, form the final block. *Blocks* are used literally, without a
+chat template. ``before`` and ``after`` are template text around the block. ``control`` is whether
+to parse control tokens in ``text``. *Passages* are formatted with a prompt format from
+:mod:`blockattn_rag.prompts`. With *turns*, the final block contains everything from the first
+question on, and all answers are trained on.
 
 Token ids come from the engine's ``BlockTokenizer``. A response is tokenized separately, because at
 inference, generation starts after the text of the final block. The token that ends an answer (end
@@ -85,9 +85,12 @@ class DataReport:
 
 
 class SampleEncoder:
-    """Encoder of training records. ``prompt``: Prompt format of records with passages.
+    """Encoder of training records.
 
-    Turns of ``messages`` are split into at most ``blocks_per_turn`` blocks.
+    Args:
+        prompt: Prompt format of records with passages, or its name.
+        blocks_per_turn: Maximum number of blocks per message (``segmentation.conversation``).
+        max_tokens: Maximum number of tokens in a record; more raise ``DataError``.
     """
 
     def __init__(
@@ -176,7 +179,7 @@ class SampleEncoder:
 
     def _follow_up(self, question: str) -> tuple[Span, ...]:
         first, *rest = formats.follow_up(question, self.hf_tokenizer)
-        # The previous answer's labels already include its end token.
+        # ``encode`` already adds the end token to the previous answer.
         return (Span(first.text.removeprefix(self._end_text), first.origin), *rest)
 
 

@@ -1,7 +1,7 @@
 """Block fine-tuning of a model on JSON Lines data.
 
-The result is an ordinary transformers model (or peft adapter) that supports block and full mode. On
-several GPUs, start the script with ``accelerate launch``, whose config selects FSDP or DeepSpeed.
+The result is an ordinary transformers model (or peft adapter) for the modes it was trained in. On
+several GPUs, run the script with ``accelerate launch``, whose config can select FSDP or DeepSpeed.
 """
 
 from __future__ import annotations
@@ -62,13 +62,14 @@ def finetune(config: FinetuneConfig) -> FinetuneReport:
     """Fine-tune a model according to ``config``, and write it to ``config.output``.
 
     Raises:
-        FileExistsError: ``output`` exists. If it was created during the run, the result stays in
-            the work folder.
-        DataError: A line is invalid (the message contains file and line), ``modes`` includes block
-            mode but no sample has a context, or the interrupted run had other settings.
+        FileExistsError: ``output`` exists, or ``<output>.work`` is not a work folder. If ``output``
+            was created during the run, the result stays in the work folder.
+        DataError: A file is missing or empty, a line is invalid (the message contains file and
+            line), ``modes`` includes block mode but no sample has a context, the interrupted run
+            had other settings, or another run is using the work folder.
         DivergedError: A loss or the weights became NaN or infinite.
         UnsupportedModelError: The model cannot be trained in block mode.
-        ValueError: Settings are incompatible.
+        ValueError: ``batch_size`` does not suit the number of devices, or ``model`` is an adapter.
     """
     arguments = _arguments(config)
     settings, process = check_folders(config), PartialState()
@@ -81,8 +82,8 @@ def finetune(config: FinetuneConfig) -> FinetuneReport:
 
 
 def check_folders(config: FinetuneConfig) -> dict[str, Any]:
-    """Check that output and work folder can be written, before any computation. Returns the
-    settings that affect the result, with the digests of the data files."""
+    """Check that the output does not exist, and that the work folder can be used. Returns the
+    settings that affect the result, including digests of the data files."""
     settings = {
         **config.decisive(),
         "training data": [*map(_digest, config.train_data)],
@@ -175,13 +176,13 @@ def _run(config: FinetuneConfig, folder: Path, arguments: TrainingArguments) -> 
 
 
 def _load_model(config: FinetuneConfig) -> Any:
-    """Load the model to train, check its attention, and mark its config as block-fine-tuned."""
+    """Load the model to train, with LoRA adapters if configured, and mark its config."""
     name = resolve_name(config.model)
     if Path(name).is_dir():
         name = str(Path(name).resolve())  # Adapters refer to their base model by this path.
     if is_adapter(name):
         raise ValueError(
-            f"{name} is a LoRA adapter; merge it into its base model before training it further"
+            f"{name} is a LoRA adapter; merge it into its base model, and train the merged model"
         )
     model: Any = load_model(name, device="cpu", dtype=torch.float32)
     if profile_attention(model).has_states and "block" in config.modes:
@@ -192,7 +193,7 @@ def _load_model(config: FinetuneConfig) -> Any:
     # With masks and gradients, eager attention is faster than SDPA on CPUs.
     model.set_attn_implementation("sdpa" if torch.cuda.is_available() else "eager")
     if config.gradient_checkpointing:
-        # Renamed in transformers 6.
+        # Transformers 6 renames ``gradient_checkpointing_enable``.
         renamed = getattr(model, "activation_checkpointing_enable", None)
         (renamed or model.gradient_checkpointing_enable)({"use_reentrant": False})
     if "block" in config.modes:
@@ -218,7 +219,7 @@ def _with_adapters(model: Any, config: FinetuneConfig) -> Any:
 
 
 def _encoded(files: Sequence[str | Path], path: Path, encoder: SampleEncoder) -> Any:
-    """Encode files as a memory-mapped ``datasets.Dataset``, which is written by one process."""
+    """Encode files as a memory-mapped ``datasets.Dataset``. Only the main process writes it."""
     if not files:
         return []
     if PartialState().is_main_process:
@@ -276,8 +277,8 @@ def publish(
     write_json(staging / _LOG, report.history)
     write_plot(report.history, staging / "training_curves.png")
     write_card(config, report, staging / "README.md")
-    # The safetensors library makes weights readable only by their owner. The log has the default
-    # mode.
+    # The safetensors library makes weights readable only by their owner. Give all files the mode of
+    # the log, which was created with the default mode.
     mode = stat.S_IMODE((staging / _LOG).stat().st_mode)
     for path in staging.rglob("*"):
         if path.is_file():
@@ -288,8 +289,8 @@ def publish(
 
 
 def _base_of_adapter(model: str) -> dict[str, str]:
-    """Return the base model for an adapter's config, if peft would record a path that is valid only
-    on this machine: the folder of a model in a package, or the cache of a GGUF file."""
+    """Return the ``base_model`` entry for an adapter's ``SIDECAR`` file: the short name of a model
+    in a package, or the path of a GGUF file. For both, peft records an internal folder instead."""
     path = Path(model).expanduser()
     if model in (BUNDLED, SMOLLM2):
         return {"base_model": model}
