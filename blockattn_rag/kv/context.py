@@ -74,7 +74,7 @@ def assemble(
 
     Yields:
         Keys, rotated by each block's shift, and values, ``[num_kv_heads, tokens + room,
-        head_dim]`` in the blocks' dtypes. Stored tensors are never modified. Without room, a
+        head_dim]`` in the model's dtype. Stored tensors are never modified. Without room, a
         context of one block that is neither shifted nor quantized yields the stored tensors
         themselves.
     """
@@ -120,7 +120,7 @@ def _joined(states: tuple[Tensor, ...], room: int) -> Tensor:
 def _angles(
     blocks: Sequence[PlacedBlock], layout: RotaryLayout, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Compute cos and sin ``[tokens, rotary_dim]``, once for each block."""
+    """Compute cos and sin once for each block, and repeat them for its tokens."""
     cos, sin = layout.cos_sin(torch.tensor([block.shift for block in blocks]), device)
     counts = torch.tensor([block.kv.num_tokens for block in blocks])
     block_of = torch.arange(len(blocks)).repeat_interleave(counts).to(device)

@@ -50,7 +50,6 @@ class ContextModel(TunedModel):
 
     @cached_property
     def _is_plain(self) -> bool:
-        """Whether all attention is full, without soft caps or sinks. Relay must be exact."""
         with self.lock:
             return relay_attention.is_plain(self.hf_model, self.profile)
 

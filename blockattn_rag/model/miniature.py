@@ -107,10 +107,10 @@ def check_architecture(config: Any) -> AttentionProfile | None:
 def profile_config(config: Any, dtype: torch.dtype) -> AttentionProfile:
     """Measure what a model with keys and values in ``dtype`` caches, from its config.
 
-    Runs a narrow model with all layers, the head sizes and the rotary embeddings of the original on
-    the CPU. This takes seconds and a few hundred megabytes for a model of any size. Raises
-    ``UnsupportedModelError`` if models of this architecture cannot run in block mode, or cannot be
-    measured without weights.
+    Runs a narrow model on the CPU that has all layers, the head sizes and the rotary embeddings of
+    the original. This takes seconds and a few hundred megabytes for a model of any size. Returns
+    the profile of a miniature for hybrid models. Raises ``UnsupportedModelError`` if models of this
+    architecture cannot run in block mode, or cannot be measured without weights.
     """
     config = config.get_text_config(decoder=True)
     sketch = check_architecture(config)
@@ -202,7 +202,7 @@ def shrunk(config: Any) -> dict[str, Any]:
 
 
 def _fit_sections(fields: dict[str, Any]) -> None:
-    """Scale the sections of a multimodal rotary embedding to half of the rotated dimensions."""
+    """Scale a multimodal rotary embedding's sections to cover half of the rotated dimensions."""
     rope = fields.get("rope_parameters") or {}
     if sections := rope.get("mrope_section"):
         size = fields.get("head_dim") or fields["hidden_size"] // fields["num_attention_heads"]
@@ -252,7 +252,7 @@ def _thinned_field(name: str, value: Any) -> Any:
 
 
 def _kept_layers(types: Sequence[str], layers: int) -> int:
-    """Minimum number of leading layers that include every layer type."""
+    """Number of leading layers that include every layer type, at most ``_MOST_LAYERS``."""
     complete = (n for n in range(2, len(types) + 1) if {*types[:n]} == {*types})
     return min(next(complete, min(layers, 3)), _MOST_LAYERS)
 
