@@ -1,4 +1,4 @@
-"""BlockKV, which contains a block's keys and values, and digests and store keys of blocks."""
+"""BlockKV (the keys and values of a block), token digests and store keys."""
 
 from __future__ import annotations
 

@@ -58,9 +58,9 @@ class RotaryLayout:
     def cos_sin(self, offsets: int | Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
         """Compute cos and sin of ``offset * frequency`` per rotary dimension, for :func:`rotate`.
 
-        The sine includes the sign of the partner dimension. Both are float32, ``[1, rotary_dim]``
-        for one offset, or ``[tokens, rotary_dim]`` for one offset per token. Angles are computed in
-        float64, because in float32, their error reaches 2e-3 rad at offset 32768.
+        The sine includes the sign of the partner dimension. Both are float32 ``[n, rotary_dim]``,
+        with one row per offset. Angles are computed in float64, because in float32, their error
+        reaches 2e-3 rad at offset 32768.
         """
         column = torch.as_tensor(offsets, dtype=torch.float64, device="cpu").reshape(-1, 1)
         angle = column * self.frequencies.to("cpu", torch.float64)

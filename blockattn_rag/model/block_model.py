@@ -85,8 +85,8 @@ class BlockModel(ContextModel):
     ) -> BlockModel:
         """Load a model by path, hub id or short name, as ``loading.load_model`` does.
 
-        Also accepts a loaded model, which keeps its device and dtype, and requires ``tokenizer``:
-        a tokenizer, or its path or hub id.
+        Also accepts a loaded model together with its ``tokenizer``, or the tokenizer's path or hub
+        id. A loaded model keeps its device and dtype.
         """
         if tokenizer is None and not isinstance(model, (str, Path)):
             raise ValueError("A loaded model requires its tokenizer: pass tokenizer=...")

@@ -80,7 +80,8 @@ class GrammarConstraint(LogitsProcessor):
         has_strays: Whether rows that are never returned may contain forbidden tokens, as in beam
             search and speculative decoding. The scores of these rows are not changed.
         on_failure: Callback for a grammar that fails; receives the prompt's index and the error.
-            The prompt's rows continue unconstrained until the caller ends them. None: raise it.
+            The prompt's rows continue unconstrained until the caller ends them. None: raise the
+            error.
     """
 
     def __init__(

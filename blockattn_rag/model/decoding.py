@@ -261,7 +261,7 @@ _BATCH_SAFE = frozenset(
 
 
 def batches_exactly(hf_model: PreTrainedModel, sampling: Sampling) -> bool:
-    """Whether batching leaves the answer to each prompt unchanged, as far as this is known.
+    """Whether batching is known to leave the answer to each prompt unchanged.
 
     False for options that are not in ``_BATCH_SAFE``, such as penalties, which count padding as
     text, and for sampling with a seed, because random numbers depend on the row.

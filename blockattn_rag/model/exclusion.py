@@ -72,10 +72,10 @@ def turn_to_draw(lock: ModelLock, *, alone: bool) -> Iterator[None]:
     """Context manager that holds the model's lock, and the right to draw random numbers.
 
     All threads share PyTorch's random state. A seeded run (``alone``) therefore excludes other runs
-    that draw random numbers, because their draws would affect each other. Runs without a
-    seed may draw concurrently. Draws outside this package are not prevented.
+    that draw random numbers, because their draws would affect each other. Runs without a seed may
+    draw concurrently. Draws outside this package are not prevented.
 
-    Never wait for the lock while holding the right to draw, or vice versa; that would deadlock.
+    Never wait for the lock while holding the right to draw, or vice versa; that could deadlock.
     """
     while True:
         with _draws.entered(alone=alone):

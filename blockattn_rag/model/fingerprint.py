@@ -27,7 +27,7 @@ KV_VERSION = 4
 """Incremented when a release computes different keys and values for the same model and text, or
 changes how fingerprints are computed."""
 
-# Config fields that do not affect keys and values: names, descriptions and generation settings.
+# Config fields that do not affect keys and values, such as names, dropout and generation settings.
 _NEUTRAL_FIELDS = frozenset(
     {
         *("_name_or_path", "architectures", "block_attention", "transformers_version"),

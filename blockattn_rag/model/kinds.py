@@ -117,7 +117,7 @@ class SeenAttention(NamedTuple):
 
     def has_window(self, window: int | None) -> bool:
         """Whether a token attends to exactly the last ``window`` tokens, including itself, or to
-        all tokens if ``window`` is None. False if the mask is unknown."""
+        all earlier tokens if ``window`` is None. False if the mask is unknown."""
         if self.sees is None:
             return False
         first = 0 if window is None else _FAR - window + 1
@@ -128,7 +128,7 @@ class SeenAttention(NamedTuple):
 def seen_attention(hf_model: PreTrainedModel) -> Iterator[dict[int, SeenAttention]]:
     """Record the inputs of each layer's attention within the ``with`` block.
 
-    Models that do not use transformers' attention interface are not recorded.
+    Yields them by layer. Empty for models that do not use transformers' attention interface.
     """
     seen: dict[int, SeenAttention] = {}
     masks: list[tuple[Tensor, Any, Callable[[int, int], bool]]] = []

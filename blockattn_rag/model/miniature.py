@@ -2,7 +2,7 @@
 
 A cache can only be measured by running a model. A miniature has the same classes and kinds of
 layers as the original, and takes milliseconds to build. With miniatures, unsupported models can be
-rejected before their weights are downloaded, and any architecture in transformers can be measured.
+rejected before their weights are downloaded, and architectures can be measured without weights.
 """
 
 from __future__ import annotations
@@ -108,9 +108,9 @@ def profile_config(config: Any, dtype: torch.dtype) -> AttentionProfile:
     """Measure what a model with keys and values in ``dtype`` caches, from its config.
 
     Runs a narrow model on the CPU that has all layers, the head sizes and the rotary embeddings of
-    the original. This takes seconds and a few hundred megabytes for a model of any size. Returns
-    the profile of a miniature for hybrid models. Raises ``UnsupportedModelError`` if models of this
-    architecture cannot run in block mode, or cannot be measured without weights.
+    the original. This takes seconds and a few hundred megabytes for a model of any size. For a
+    hybrid model, returns the profile of a miniature. Raises ``UnsupportedModelError`` if models of
+    this architecture cannot run in block mode, or cannot be measured without weights.
     """
     config = config.get_text_config(decoder=True)
     sketch = check_architecture(config)

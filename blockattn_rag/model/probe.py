@@ -31,7 +31,7 @@ from blockattn_rag.model.kinds import (
 # Rounding errors are far smaller, and wrong computations have errors near 1. Tolerances for 16-bit
 # types are wide, because cosine and sine are also rounded, and errors accumulate over layers.
 LOGITS = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 3e-2, torch.bfloat16: 0.15}
-"""Tolerances for logits: block mode and ``check.oracle``, and relay attention and the copy path."""
+"""Tolerances for logits, for example between relay attention and the copy path."""
 LOGITS_OF_OTHER_DTYPES = max(LOGITS.values())
 # In float32 and float64, keys and values differ more: the rounding of angles depends on positions.
 _STATES = LOGITS | {torch.float64: 1e-3, torch.float32: 1e-3}
@@ -148,7 +148,7 @@ def _check_fused_rotations(layouts: Sequence[RotaryLayout], keys: Sequence[Tenso
 
 
 def position_limit(config: Any) -> int:
-    """Maximum context length in tokens for which RoPE frequencies are constant. Raises
+    """Maximum context length in tokens, within which RoPE frequencies are constant. Raises
     ``UnsupportedModelError`` for RoPE of the type ``"dynamic"``."""
     config = config.get_text_config(decoder=True)
     limit = int(getattr(config, "max_position_embeddings", 0) or _UNLIMITED)

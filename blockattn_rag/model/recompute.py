@@ -58,7 +58,7 @@ def recompute(
         may_change: Whether the tokens of each block may be chosen. True only for passages after the
             prompt's first block, because nothing precedes the first block.
         final_ids: Token ids of the final block, which contains the question.
-        share: Share of these tokens to recompute, from 0 to 1.
+        share: Share to recompute of the tokens that may be chosen, from 0 to 1.
 
     Returns:
         The context as a single block, and the sorted indices of the recomputed tokens in it. If the

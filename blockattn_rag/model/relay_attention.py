@@ -191,7 +191,7 @@ def measured_reads(hf_model: PreTrainedModel, profile: AttentionProfile) -> dict
     """Find the block tensors that each layer reads, by layer index. Omits layers without attention,
     and layers that relay attention does not support.
 
-    The linear maps of latent layers are measured by passing unit vectors through them.
+    The linear maps of latent layers are measured by passing unit vectors through the layers.
     """
     kinds = profile.kinds
     outlines = dict(zip(storing(kinds), profile.layer_outlines, strict=True))

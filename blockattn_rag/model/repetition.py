@@ -77,8 +77,8 @@ Decode = Callable[[Sequence[int]], str]
 def is_prose(copies: str) -> bool:
     """Whether three copies of a unit consist mostly of sentences.
 
-    In text with line breaks, a sentence is a line that ends like a sentence. Text without line
-    breaks may be part of a sentence that never ends.
+    In text with line breaks, a sentence is a line with sentence punctuation at its end. Text
+    without line breaks may be part of a sentence that never ends.
     """
     text = copies.replace("\\n", "\n").replace('\\"', '"')  # Undo the escapes of JSON strings.
     text = _CHARACTER_END.sub(" ", text)
@@ -88,8 +88,8 @@ def is_prose(copies: str) -> bool:
 
 
 def _is_sentence(line: str) -> bool:
-    """Whether a line consists mostly of words, and at least 2 of them (3 without a sentence end)
-    differ. If a line break follows, the line must end like a sentence."""
+    """Whether a line consists mostly of words, and has at least 2 different words (3 without a
+    sentence end). A line that ends with a line break must also end a sentence."""
     ends = [match.end() for match in _SENTENCE_END.finditer(line)]
     if line.endswith("\n") and not (ends and not line[ends[-1] :].strip()):
         return False
@@ -205,7 +205,7 @@ class JsonStrings:
         return self._text_repeats and self._depth == 0
 
     def follow(self, ids: Sequence[int]) -> None:
-        """Process an answer so far, which need not continue the answer of the previous call."""
+        """Process an answer so far. It need not continue the answer of the previous call."""
         if self._ids != ids[: len(self._ids)]:
             self._begin()
         for token in ids[len(self._ids) :]:
