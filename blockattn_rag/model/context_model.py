@@ -72,7 +72,7 @@ class ContextModel(TunedModel):
     def choose_assembly(
         self, assembly: Assembly, final_tokens: int, contexts: Sequence[Context] = (Context(()),)
     ) -> Literal["relay", "copy"]:
-        """Resolve ``assembly`` for a batch with final blocks of ``final_tokens`` tokens.
+        """Resolve ``assembly`` for a batch with final blocks of up to ``final_tokens`` tokens.
         Raises ``UnsupportedModelError`` for ``"relay"`` if the model does not support it."""
         if assembly == "relay" and not self.supports_relay:
             raise UnsupportedModelError(
