@@ -1,4 +1,4 @@
-"""BlockKV: the keys and values of a block. Also computes digests and store keys of blocks."""
+"""BlockKV (the keys and values of a block), token digests and store keys."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class BlockKV:
     """Keys and values of one block, which do not depend on other blocks. Immutable.
 
     Args:
-        keys: Keys per layer, ``[num_kv_heads, num_tokens, head_dim]``, rotated to positions
-            ``0..num_tokens-1``, in the model's dtype, or int8 if quantized.
-        values: Values per layer. Shaped like the keys, except for the head size.
+        keys: Keys of each layer that stores them, ``[num_kv_heads, num_tokens, head_dim]``, rotated
+            to positions ``0..num_tokens-1``, in the model's dtype, or int8 if quantized.
+        values: Values of the same layers. Their head size may differ from that of the keys.
         token_ids: Token ids ``[num_tokens]``, int64, on the CPU. Compared on every cache hit.
         fingerprint: Fingerprint of the model that the block was computed with.
         digest: ``token_digest`` of the block.
@@ -53,8 +53,7 @@ class BlockKV:
         return keys, dequantize(values, scales[1], dtype)
 
     def tensors(self, layer: int) -> tuple[Tensor, ...]:
-        """Keys and values of a layer as stored, followed by their scales if the block is
-        quantized."""
+        """Keys and values of a layer as stored, then their scales if the block is quantized."""
         of_scales = self.scales and (self.scales.keys[layer], self.scales.values[layer])
         return self.keys[layer], self.values[layer], *(of_scales or ())
 
@@ -73,7 +72,7 @@ class BlockKV:
         """Return an int8 copy of this block, or the block itself if it is already quantized.
 
         Raises:
-            ValueError: the keys and values do not all have the same floating-point dtype.
+            ValueError: The keys and values do not all have the same floating-point dtype.
         """
         if self.scales is not None:
             return self
@@ -110,11 +109,11 @@ class BlockKV:
         return sum(t.nbytes for layer in range(self.num_layers) for t in self.tensors(layer))
 
     def to(self, device: torch.device) -> BlockKV:
-        """Return a copy of this block on ``device``, or the block itself if it is there."""
+        """Return a copy of this block on ``device``, or the block itself if it is already there."""
         return self if self.device == device else self.copy_to(device)
 
     def copy_to(self, device: torch.device) -> BlockKV:
-        """Copy this block to ``device``, including token ids, without sharing memory."""
+        """Return a copy on ``device`` that shares no memory. Token ids stay on the CPU."""
         layers = [self.tensors(layer) for layer in range(self.num_layers)]
         copies = iter(_copies([t for layer in layers for t in layer], device))
         return self.with_tensors([[next(copies) for _ in layer] for layer in layers])
@@ -131,7 +130,7 @@ def outline(
 def token_digest(
     token_ids: Sequence[int], sink_ids: Sequence[int] = (), correction: str = ""
 ) -> str:
-    """Digest of all inputs that a block is computed from, 64 hex digits.
+    """Digest of the tokens, sink and correction that a block is computed from, 64 hex digits.
 
     Without sink and correction, this is the SHA-256 of the token ids as 64-bit little-endian
     integers, so anyone with the tokenizer can compute it.
@@ -162,7 +161,7 @@ MOST_HANDLES = 8
 
 
 def joined_handles(handles: Iterable[str]) -> str:
-    """Join the handles of texts with equal tokens, which share an entry, to a ``BlockKV.handle``.
+    """Join the handles of texts with equal tokens, which share an entry, into a ``BlockKV.handle``.
 
     With more than ``MOST_HANDLES`` distinct handles, the result is empty. ``store gc`` then keeps
     the entry until it expires (``ttl_s``).

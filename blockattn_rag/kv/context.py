@@ -19,7 +19,7 @@ positions 0..n-1, as in the ablation studies of the Block-Attention and TurboRAG
 
 Assembly = Literal["auto", "relay", "copy"]
 """``relay``: attention reads the stored blocks in place. ``copy``: keys are rotated, and blocks are
-concatenated in new tensors. ``auto``: the faster path of those that are exact for the model."""
+concatenated in new tensors. ``auto``: the fastest path that is exact for the model."""
 
 
 class PlacedBlock(NamedTuple):
@@ -74,7 +74,7 @@ def assemble(
 
     Yields:
         Keys, rotated by each block's shift, and values, ``[num_kv_heads, tokens + room,
-        head_dim]`` in the blocks' dtypes. Stored tensors are never modified. Without room, a
+        head_dim]`` in the model's dtype. Stored tensors are never modified. Without room, a
         context of one block that is neither shifted nor quantized yields the stored tensors
         themselves.
     """
@@ -98,7 +98,7 @@ def joined_states(
     # Keys of quantized blocks are in float32 here, and are only rounded after the rotation.
     scales = next((b.kv.scales for b in blocks if b.kv.scales is not None), None)
     dtype = joined.dtype if scales is None else scales.dtype
-    if not room and not joined.is_cuda:  # Avoids another tensor and pass over memory.
+    if not room and not joined.is_cuda:  # Avoid another tensor and another pass.
         return rotate(joined, *angles[layout], layout).to(dtype), _joined(values, room)
     heads, tokens, size = joined.shape
     rotated = joined.new_empty(heads, tokens + room, size, dtype=dtype)
@@ -120,7 +120,7 @@ def _joined(states: tuple[Tensor, ...], room: int) -> Tensor:
 def _angles(
     blocks: Sequence[PlacedBlock], layout: RotaryLayout, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Compute cos and sin ``[tokens, rotary_dim]``, once for each block."""
+    """Compute cos and sin once per block. Repeats them for its tokens: ``[tokens, rotary_dim]``."""
     cos, sin = layout.cos_sin(torch.tensor([block.shift for block in blocks]), device)
     counts = torch.tensor([block.kv.num_tokens for block in blocks])
     block_of = torch.arange(len(blocks)).repeat_interleave(counts).to(device)

@@ -21,7 +21,7 @@ KVDtype = Literal["model", "int8"]
 """``model``: keys and values keep the model's dtype. ``int8``: new blocks are quantized."""
 
 STEPS = 127
-"""Steps from 0 to the largest magnitude. -128 is unused to keep the range symmetric."""
+"""Number of steps from 0 to the largest magnitude. -128 is unused to keep the range symmetric."""
 
 _LEAST_SCALE = torch.finfo(torch.float32).tiny
 """Minimum scale, used for zeros and tiny numbers. Below it, float32 loses precision."""
@@ -57,7 +57,7 @@ def quantize(
     NaN and infinity propagate to the scales, where a later check for finite numbers detects them.
 
     Raises:
-        ValueError: the dtypes differ, or are not floating-point.
+        ValueError: The dtypes differ, or are not floating-point.
     """
     kinds = {states.dtype for states in (*keys, *values)}
     if len(kinds) != 1 or not all(kind.is_floating_point for kind in kinds):

@@ -58,9 +58,9 @@ class RotaryLayout:
     def cos_sin(self, offsets: int | Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
         """Compute cos and sin of ``offset * frequency`` per rotary dimension, for :func:`rotate`.
 
-        The sine includes the sign of the partner dimension. Both are float32, ``[1, rotary_dim]``
-        for one offset, or ``[tokens, rotary_dim]`` for one offset per token. Angles are computed in
-        float64, because in float32, they have an error of 2e-3 rad at offset 32768.
+        The sine includes the sign of the partner dimension. Both are float32 ``[n, rotary_dim]``,
+        with one row per offset. Angles are computed in float64, because in float32, their error
+        reaches 2e-3 rad at offset 32768.
         """
         column = torch.as_tensor(offsets, dtype=torch.float64, device="cpu").reshape(-1, 1)
         angle = column * self.frequencies.to("cpu", torch.float64)
@@ -89,8 +89,8 @@ def shift_positions(states: Tensor, offset: int, layout: RotaryLayout) -> Tensor
 def rotate(states: Tensor, cos: Tensor, sin: Tensor, layout: RotaryLayout) -> Tensor:
     """Rotate the dimension pairs of states ``[..., tokens, head_dim]``.
 
-    ``cos`` and ``sin``: Result of ``RotaryLayout.cos_sin``, possibly reshaped, so that it
-    broadcasts with the states.
+    ``cos`` and ``sin``: Results of ``RotaryLayout.cos_sin``, reshaped if needed to broadcast with
+    the states.
     """
     rotated = _rotated(states, cos, sin, layout).to(states.dtype)
     if layout.rotary_dim == states.shape[-1]:
@@ -139,7 +139,7 @@ def fused_rotation(
     """Compile ``rotation.rotate_fused`` for these dtypes and sizes, and compare it with
     :func:`rotate`. Raises ``UnsupportedModelError`` if the results differ.
 
-    Returns None if Triton is not installed or cannot compile the kernel.
+    Returns None if Triton is not installed, or fails to compile or run the kernel.
     """
     try:
         from blockattn_rag.kv.rotation import rotate_fused
@@ -165,12 +165,12 @@ def fused_rotation(
         )
         return None
     expected = rotate(keys.double(), cos.double(), sin.double(), layout)
-    # Both functions compute in float32, regardless of the dtype of the keys.
+    # The kernel computes in float32, even if `out` has a higher precision.
     rounding = max(torch.finfo(out_dtype).eps, torch.finfo(torch.float32).eps)
     difference, allowed = relative_error(out.double(), expected), 2 * rounding
     if not difference <= allowed:
         raise UnsupportedModelError(
-            f"Triton's rotation of {dtype} keys of size {size} ({pairing}, {rotary_dim} rotating) "
+            f"Triton's rotation of {dtype} keys of size {size} ({pairing}, {rotary_dim} rotary) "
             f"on {device} differs from PyTorch's by {difference:.2g}, expected at most "
             f"{allowed:.2g}. Update PyTorch and Triton, or uninstall Triton, which is optional"
         )
@@ -205,7 +205,7 @@ def fit_layout(
     Args:
         at_zero: Keys of a probe at positions 0..tokens-1, ``[heads, tokens, head_dim]``.
         shifted: Pairs of an offset, and the same probe's keys at positions starting there.
-        candidates: Frequency vectors to try, in addition to "no rotation".
+        candidates: Frequency tables to try, in addition to "no rotation".
     """
     layouts = [NO_ROTATION]
     for frequencies in candidates:

@@ -34,24 +34,23 @@ from blockattn_rag.prompts.tokenization import BlockTokenizer
 class BlockModel(ContextModel):
     """Causal language model from transformers that encodes blocks and generates answers from them.
 
-    All ``BlockModel`` objects with the same ``hf_model`` share a lock, so only one of their methods
-    runs at a time. To keep other threads out between several calls, hold ``lock``.
+    All ``BlockModel`` objects with the same ``hf_model`` share a lock, so only one of them runs the
+    model at a time. To keep other threads out between several calls, hold ``lock``.
 
     Config, weights and active adapters must not change after construction; ``check_unchanged``
-    detects changes. Patched models (hooks, replaced ``forward`` methods) are not supported.
+    detects most changes. Patched models (hooks, replaced ``forward`` methods) are not supported.
 
     Args:
         hf_model: The model, already on its device and in its dtype.
         tokenizer: The model's transformers tokenizer, or a ``BlockTokenizer`` for it.
         name: Model name shown in messages. Default: the name that the model was loaded with.
-        pack_weights: Whether to keep a packed copy of the linear weights on the CPU if memory
-            allows, which speeds up short inputs (``packing.pack_linears``).
-        files: Files with exactly the model's weights, which identify the model. Default: the model
-            is identified by its tensors.
+        pack_weights: Whether a model on the CPU keeps a packed copy of its linear weights if memory
+            allows, which speeds up short inputs; see ``packing.pack_linears``.
+        files: Files with exactly the model's weights. They replace its tensors in the fingerprint.
 
     Raises:
-        UnsupportedModelError: block mode would not be exact for the model.
-        ValueError: autocast is enabled.
+        UnsupportedModelError: Block mode would not be exact for the model.
+        ValueError: Autocast is enabled.
     """
 
     def __init__(
@@ -86,7 +85,8 @@ class BlockModel(ContextModel):
     ) -> BlockModel:
         """Load a model by path, hub id or short name, as ``loading.load_model`` does.
 
-        Also accepts a loaded model, which is used unchanged and requires ``tokenizer``.
+        Also accepts a loaded model together with its ``tokenizer``, or the tokenizer's path or hub
+        id. A loaded model keeps its device and dtype.
         """
         if tokenizer is None and not isinstance(model, (str, Path)):
             raise ValueError("A loaded model requires its tokenizer: pass tokenizer=...")
@@ -125,7 +125,7 @@ class BlockModel(ContextModel):
     def fingerprint(self) -> str:
         """Hash of weights, config, dtype, tokenizer and active adapters, 64 hex digits.
 
-        The first access reads all weights or weight files, unless their digests are cached.
+        The first access reads all weights, or the weight files unless their digests are cached.
         """
         with self.lock:
             self.check_unchanged()
@@ -154,7 +154,7 @@ class BlockModel(ContextModel):
 
     @property
     def bytes_per_token(self) -> int:
-        """Size of one token's keys and values, in bytes."""
+        """Size of one token's unquantized keys and values in all layers, in bytes."""
         return sum(heads * size * kind.itemsize for heads, size, kind in self.profile.token_outline)
 
     def encode(
@@ -168,12 +168,12 @@ class BlockModel(ContextModel):
                 ``batch_tokens``.
 
         Yields:
-            Blocks of one batch, longest first, in a different order than ``requests``.
+            Encoded blocks of one batch, longest first, not in the order of ``requests``.
 
         Raises:
-            ContextOverflowError: a single block exceeds the model's context window.
-            ValueError: autocast is enabled, or the model is in training mode.
-            UnsupportedModelError: the model has changed since it was loaded.
+            ContextOverflowError: A block, with its sink, exceeds the model's context window.
+            ValueError: Autocast is enabled, or the model is in training mode.
+            UnsupportedModelError: The model has changed since it was loaded.
         """
         for batch in batches(requests, batch_tokens or self.batch_tokens, self.max_context_tokens):
             with self.lock:
@@ -192,7 +192,7 @@ class BlockModel(ContextModel):
         return AnswerRules(self.tokenizer.tokenizer, self.end_token_ids, self.name)
 
     def loop_guard(self, sampling: Sampling) -> LoopGuard | None:
-        """Create a loop guard for one answer. Returns None unless decoding is greedy."""
+        """Create a loop guard for one answer. None unless ``decoding.takes_likeliest`` is True."""
         is_on = decoding.takes_likeliest(self.hf_model, sampling)
         return self.rules.loop_guard(sampling.grammar) if is_on else None
 
@@ -247,7 +247,7 @@ class BlockModel(ContextModel):
         """Generate answers to prompts with transformers' ``generate``. Returns their token ids.
 
         Stop strings are only handled in beam search. Otherwise, the caller must search the answers
-        for ``decoding.stop_strings``, and end rows through ``on_tokens`` or ``is_cancelled``.
+        for ``decoding.stop_strings``, and end rows through ``on_tokens``.
 
         Args:
             prompts: Token ids of each prompt's context, and of its final block.
@@ -259,12 +259,14 @@ class BlockModel(ContextModel):
             is_cancelled: Callback after each step. If it returns True, the batch ends.
             grammars: Grammar of each answer. Default: the grammar of ``sampling`` for all.
             on_failure: Callback for a row whose grammar fails; receives the row's index and the
-                error. ``on_tokens`` must then end the row. Default: the error ends the batch.
+                error. ``on_tokens`` must then end the row. Default: raise the error.
 
         Raises:
-            ContextOverflowError: a prompt leaves no room for an answer.
-            ValueError: the model has sliding windows, and final blocks of different lengths follow
-                a cache: windows would include the padding before shorter blocks.
+            ContextOverflowError: A prompt leaves no room for an answer.
+            GrammarError: A grammar cannot be compiled, or fails without ``on_failure``.
+            ValueError: The model has sliding windows, and final blocks of different lengths follow
+                a cache: windows would include the padding before shorter blocks. See also
+                ``decoding.generate``.
         """
         lengths = {len(final) for _, final in prompts}
         if cache is not None and self.profile.has_windows and len(lengths) > 1:
@@ -302,8 +304,8 @@ class BlockModel(ContextModel):
         return not is_alone and decoding.batches_exactly(self.hf_model, sampling)
 
     def room_for(self, prompt_tokens: int, sampling: Sampling) -> int:
-        """Maximum number of new tokens: ``max_new_tokens``, or the room left in the context window.
-        Raises ``ContextOverflowError`` if the prompt leaves no room."""
+        """Maximum number of new tokens: ``max_new_tokens``, or fewer if the context window ends
+        earlier. Raises ``ContextOverflowError`` if the prompt leaves no room."""
         room = self.max_context_tokens - prompt_tokens
         if room < 1:
             raise ContextOverflowError(
@@ -321,13 +323,12 @@ class BlockModel(ContextModel):
         cache: DynamicCache | None = None,
     ) -> Tensor:
         """Logits that predict each token of an existing answer, ``[answer tokens, vocab]``.
-        ``cache``: see ``generate``."""
+        ``cache``: See ``generate``."""
         given = [*([] if cache is not None else context_ids), *final_ids, *answer_ids[:-1]]
         with self.lock:
             return last_logits(self.hf_model, torch.tensor([given]), cache, len(answer_ids))
 
     def next_logits(self, ids: Tensor, cache: DynamicCache | None = None) -> Tensor:
-        """Next-token logits ``[vocab]`` for ``ids`` ``[1, n]``, which follow the tokens in
-        ``cache``."""
+        """Next-token logits ``[vocab]`` after ``ids`` ``[1, n]``, which are added to ``cache``."""
         with self.lock:
             return last_logits(self.hf_model, ids, cache, 1)[0]

@@ -1,9 +1,9 @@
 """Transformers caches that begin with stored blocks, which are copied or read in place.
 
 Hooks before and after each forward pass record its ``ContextCache``, if any, so that the attention
-function can look it up (``running_cache``). Nested forward passes with another cache, such as those
-of a logits processor, are therefore not affected. The record is a context variable, so several
-engines and threads may run concurrently.
+function can look it up (``running_cache``). Nested forward passes, such as those of a logits
+processor, therefore use their own cache. The record is a context variable, so several engines and
+threads may run concurrently.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class CacheAttention(Protocol):
 
 
 States = Sequence[tuple[Tensor, Tensor]]
-"""Keys and values ``[1, heads, tokens, size]`` of each layer."""
+"""Keys and values ``[1, heads, tokens, size]`` of each layer that stores them."""
 
 
 class ContextCache(DynamicCache):
@@ -78,10 +78,10 @@ class ContextCache(DynamicCache):
                 layer.update(keys[:, :, :tokens], values[:, :, :tokens])
 
     def tail_states(self, tokens: int) -> States | None:
-        """Copy the keys and values of the last ``tokens`` tokens from the layers that store them.
+        """Return the keys and values of the last ``tokens`` tokens from the layers that store them.
 
-        Returns None if the cache may have dropped tokens (sliding windows), or has several rows
-        (beams).
+        None if a layer has a state, is empty, or may have dropped tokens (sliding windows), or if
+        the cache has several rows (beams).
         """
         layers = self._storing
         if not all(
@@ -118,7 +118,7 @@ def copied_cache(
     width = max(context.num_tokens for context in contexts)
     blocks = (block.kv for context in contexts for block in context.blocks)
     is_trained = torch.is_grad_enabled() and any(kv.keys[0].requires_grad for kv in blocks)
-    # Not in inference mode, because later forward passes write to the free space.
+    # Use `no_grad`, not inference mode, because later forward passes write to the free space.
     with torch.set_grad_enabled(is_trained):
         room = ROOM if len(contexts) == 1 and not is_trained else 0
         rows = [
@@ -154,7 +154,7 @@ class _GrowingLayer(DynamicLayer):
         # Selecting rows replaces the tensors, for example in beam search.
         is_own = self.keys.data_ptr() == keys.data_ptr() and len(key_states) == len(keys)
         if torch.is_grad_enabled() or not is_own or key_states.dtype != keys.dtype:
-            # Gradients need the original tensors. Beam search must not keep the replaced ones.
+            # Do not overwrite tensors that gradients need, and free buffers that were replaced.
             self._buffers = keys.new_empty(0), values.new_empty(0)
             return super().update(key_states, value_states)
         used = self.get_seq_length()
@@ -226,7 +226,7 @@ def empty_cache(config: Any) -> ContextCache | None:
 
 
 def _last(states: Tensor, tokens: int) -> Tensor:
-    """Copy the last tokens of ``[1, heads, n, size]``. Returns ``states`` if these are all."""
+    """Copy the last tokens of ``[1, heads, n, size]``. Returns ``states`` if it has no others."""
     return states if states.shape[2] == tokens else states[:, :, -tokens:].clone()
 
 
@@ -262,7 +262,6 @@ def note_caches(hf_model: PreTrainedModel) -> None:
 
 
 def _enter(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Record the cache at the start of a forward pass."""
     given = (*args, *kwargs.values())
     caches = (value for value in given if isinstance(value, ContextCache))
     _caches.set((*_caches.get(), next(caches, None)))

@@ -63,7 +63,8 @@ class CheckpointModel(TunedModel):
     """Model that another program runs in ``dtype``. Its weights are hashed but not loaded.
 
     Its fingerprint equals that of a ``BlockModel`` loaded from the same files in the same dtype.
-    Raises the errors of ``loading.load_model``, and ``UnsupportedModelError`` for a LoRA adapter.
+    Raises ``OSError`` if the files cannot be found or downloaded, and ``UnsupportedModelError`` for
+    a LoRA adapter, or if block mode does not support the architecture.
     """
 
     def __init__(self, model: str | Path, dtype: torch.dtype, revision: str | None = None) -> None:
@@ -98,8 +99,8 @@ class CheckpointModel(TunedModel):
 
 
 def _as_loaded(config: Any) -> Any:
-    """Config that the loaded model has. For a multimodal model, this is the language model's config
-    if transformers has a class for the language model."""
+    """Config that the model has after loading. For a multimodal model, this is the language model's
+    config if transformers has a class for the language model."""
     text = config.get_text_config(decoder=True)
     loads_text = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     is_alone = getattr(loads_text, "config_class", None) is type(text) or text_class(text)

@@ -120,8 +120,7 @@ class ChosenAttention:
 
 
 class MeasuredAttention(ChosenAttention):
-    """Attention of the tokens after a context, which also sums the weight that each context token
-    receives.
+    """Attention of the tokens after a context, which also sums each context token's weights.
 
     The weights are computed in float32, because they decide which tokens are chosen.
 

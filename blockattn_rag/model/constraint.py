@@ -76,7 +76,7 @@ class GrammarConstraint(LogitsProcessor):
     Args:
         matchers: Matcher of each prompt. None leaves the prompt's rows unconstrained.
         ends: Tokens that end an answer.
-        pad: Padding token after answers that end without such a token, at a stop string.
+        pad: Padding token, which follows answers that end at a stop string without an end token.
         has_strays: Whether rows that are never returned may contain forbidden tokens, as in beam
             search and speculative decoding. The scores of these rows are not changed.
         on_failure: Callback for a grammar that fails; receives the prompt's index and the error.

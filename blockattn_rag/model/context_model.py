@@ -50,7 +50,6 @@ class ContextModel(TunedModel):
 
     @cached_property
     def _is_plain(self) -> bool:
-        """Whether all attention is full, without soft caps or sinks. Relay must be exact."""
         with self.lock:
             return relay_attention.is_plain(self.hf_model, self.profile)
 
@@ -73,7 +72,7 @@ class ContextModel(TunedModel):
     def choose_assembly(
         self, assembly: Assembly, final_tokens: int, contexts: Sequence[Context] = (Context(()),)
     ) -> Literal["relay", "copy"]:
-        """Resolve ``assembly`` for a batch with final blocks of ``final_tokens`` tokens.
+        """Resolve ``assembly`` for a batch with final blocks of up to ``final_tokens`` tokens.
         Raises ``UnsupportedModelError`` for ``"relay"`` if the model does not support it."""
         if assembly == "relay" and not self.supports_relay:
             raise UnsupportedModelError(

@@ -2,7 +2,7 @@
 
 In full mode, a passage attends to the passages before it; in block mode, only to itself. Much of
 the resulting change in its keys and values does not depend on the other passages: it is a linear
-function of the block's own keys and values, plus a constant for each of its first tokens. Both are
+function of a token's own keys and values, plus a constant for its place in the block. Both are
 fitted once per model, in closed form, from passages without questions (``lab.repair.closed_form``).
 The correction is applied when a block is encoded, or to a stored block, so answers take no longer.
 A corrected block has its own digest.
@@ -38,7 +38,7 @@ from blockattn_rag.kv.rope import RotaryLayout, rotate
 from blockattn_rag.model.probe import StateOutline
 
 PLACES = (1, 2, 4, 8, 16, 32, 64)
-"""Exclusive upper bounds of groups of indices that share a constant. A final group has no bound."""
+"""Exclusive upper bounds of groups of token indices that share a bias. A final group has none."""
 
 NUM_PLACES = len(PLACES) + 1
 
@@ -175,7 +175,7 @@ def correction_bytes(correction: Correction) -> bytes:
     """Serialize a correction to the contents of its file.
 
     Raises:
-        ValueError: a number is not finite, or a shape is wrong.
+        ValueError: A number is not finite, or a shape is wrong.
     """
 
     def compact(tensor: Tensor) -> Tensor:
@@ -197,7 +197,7 @@ def read_correction(path: Path) -> Correction:
     """Read a correction from a file.
 
     Raises:
-        ValueError: the file is missing, damaged, or not a correction.
+        ValueError: The file is missing, damaged, or not a correction.
     """
     try:
         with safe_open(path, "pt") as file:

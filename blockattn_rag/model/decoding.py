@@ -1,4 +1,4 @@
-"""Generation from stored blocks with transformers' own ``generate``."""
+"""Generation with transformers' ``generate``, with or without a cache of stored blocks."""
 
 from __future__ import annotations
 
@@ -25,9 +25,8 @@ from blockattn_rag.model.sampling import Sampling
 
 
 class _AfterEachStep(StoppingCriteria):
-    """Stopping criterion that reports each step's tokens, and ends finished rows or the run.
+    """Stopping criterion that reports each step's tokens, and ends rows or a cancelled batch.
 
-    A streamer would be too late: ``generate`` evaluates stopping criteria before it streams.
     ``prompt_width``: Number of tokens in each prompt, including padding.
     """
 
@@ -40,14 +39,14 @@ class _AfterEachStep(StoppingCriteria):
         self._is_cancelled = is_cancelled
         self._on_tokens = on_tokens
         self._prompt_width = self._seen = prompt_width
-        # Length in tokens of each row that has ended, without its padding.
+        # Length in tokens of the answer in each row that has ended, without padding.
         self.lengths: dict[int, int] = {}
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
         met: Any = torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
         if self._on_tokens is not None:
             for newest in input_ids[:, self._seen :].T.tolist():
-                # In speculative decoding, a step has several tokens.
+                # In speculative decoding, a step may have several tokens.
                 self._seen += 1
                 ended = self._on_tokens(newest)
                 for row in (row for row, has_ended in enumerate(ended) if has_ended):
@@ -86,9 +85,9 @@ def generate(
     matchers: Sequence[Matching | None] = (),
     on_failure: Callable[[int, GrammarError], object] | None = None,
 ) -> list[list[int]]:
-    """Generate answers to a batch of prompts, and pad context and final ids on the left.
+    """Generate answers to a batch of prompts, with contexts and final blocks padded on the left.
 
-    The arguments are those of ``BlockModel.generate_batch``. Padding does not affect positions.
+    The arguments are those of ``BlockModel.generate_batch``, with a matcher for each grammar.
     Raises ``ValueError`` for speculative decoding with a cache, or a grammar without an end token.
     """
     pad = _pad_token_id(hf_model, tokenizer)
@@ -119,7 +118,7 @@ def generate(
     constraint = None
     if any(matcher is not None for matcher in matchers):
         if not ends:
-            raise ValueError("A grammar needs an end token, but no eos_token_id is set: pass an id")
+            raise ValueError("A grammar needs an end token, but no eos_token_id is set: pass one")
         constraint = GrammarConstraint(
             matchers,
             width,
@@ -162,8 +161,8 @@ def greedy_answers(
     ends = end_token_ids(hf_model, tokenizer)
     pad = min(ends, default=0)
     ids, mask = (rows.to(hf_model.device) for rows in _left_padded(prompts, pad))
-    # `generate` uses the model's generation config for every unset option, even if a config is
-    # passed. Each of its settings must therefore be unset explicitly.
+    # For options that are not passed, `generate` uses the model's generation config, even if a
+    # config is passed. Each of its settings must therefore be set to None explicitly.
     arguments = dict.fromkeys(hf_model.generation_config.to_diff_dict()) | {
         # `generate` compares these with numbers, so they cannot be None.
         "num_beams": 1,
@@ -193,7 +192,7 @@ def _left_padded(rows: Sequence[Sequence[int]], pad: int) -> tuple[Tensor, Tenso
 
 
 def draws_tokens(sampling: Sampling) -> bool:
-    """Whether generation may draw random numbers, because it samples or has a seed."""
+    """Whether generation draws random numbers, or sets PyTorch's random seed."""
     do_sample = sampling.extra.get("do_sample", bool(sampling.temperature))
     config: Any = sampling.extra.get("generation_config")
     return bool(do_sample or getattr(config, "do_sample", False)) or sampling.seed is not None
@@ -262,10 +261,10 @@ _BATCH_SAFE = frozenset(
 
 
 def batches_exactly(hf_model: PreTrainedModel, sampling: Sampling) -> bool:
-    """Whether batching leaves the answer to each prompt unchanged.
+    """Whether batching is known to leave the answer to each prompt unchanged.
 
-    False for beams, which take up rows of the batch, for penalties, which count padding as text,
-    and for seeds, because random numbers depend on the row.
+    False for options that are not in ``_BATCH_SAFE``, such as penalties, which count padding as
+    text, and for sampling with a seed, because random numbers depend on the row.
     """
     given = {*hf_model.generation_config.to_diff_dict(), *sampling.extra}
     seeded = sampling.seed is not None and bool(sampling.temperature or sampling.extra)

@@ -35,8 +35,8 @@ class EncodeRequest(NamedTuple):
 def batches(
     requests: Sequence[EncodeRequest], budget: int, limit: int
 ) -> Iterator[list[EncodeRequest]]:
-    """Group blocks into batches of similar length, longest first, of up to ``budget`` tokens with
-    padding. Raises ``ContextOverflowError`` if a block has more than ``limit`` tokens."""
+    """Group blocks into batches of similar length, longest first: up to ``budget`` tokens with
+    padding, or one block. Raises ``ContextOverflowError`` if a block exceeds ``limit`` tokens."""
     order = sorted(requests, key=lambda request: -request.num_tokens)
     if order and order[0].num_tokens > limit:
         first = order[0]

@@ -1,4 +1,4 @@
-"""Locks that serialize the use of a model, and prevent other random draws in a seeded run."""
+"""Locks that serialize the use of a model, and prevent other random draws during a seeded run."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def holds_a_model() -> bool:
 
 @contextmanager
 def counts_as_holder() -> Iterator[None]:
-    """Context in which the current thread counts as running a model, even between model calls."""
+    """Context manager that makes the thread count as running a model, even between model calls."""
     _this_thread.models += 1
     try:
         yield
@@ -69,13 +69,13 @@ def lock_of(hf_model: nn.Module) -> ModelLock:
 
 @contextmanager
 def turn_to_draw(lock: ModelLock, *, alone: bool) -> Iterator[None]:
-    """Context for a run that draws random numbers: holds the model's lock and the right to draw.
+    """Context manager that holds the model's lock, and the right to draw random numbers.
 
     All threads share PyTorch's random state. A seeded run (``alone``) therefore excludes other runs
-    that draw random numbers, because they would advance its state or use its seed. Runs without a
-    seed may draw concurrently. Draws outside this package are not prevented.
+    that draw random numbers, because their draws would affect each other. Runs without a seed may
+    draw concurrently. Draws outside this package are not prevented.
 
-    Never wait for the lock while holding the right to draw, or vice versa; that would deadlock.
+    Never wait for the lock while holding the right to draw, or vice versa; that could deadlock.
     """
     while True:
         with _draws.entered(alone=alone):

@@ -27,7 +27,7 @@ KV_VERSION = 4
 """Incremented when a release computes different keys and values for the same model and text, or
 changes how fingerprints are computed."""
 
-# Config fields that do not affect keys and values: names, descriptions and generation settings.
+# Config fields that do not affect keys and values, such as names, dropout and generation settings.
 _NEUTRAL_FIELDS = frozenset(
     {
         *("_name_or_path", "architectures", "block_attention", "transformers_version"),
@@ -79,7 +79,7 @@ def fingerprint_of_weights(
         "weights": weights,
         "tokenizer": tokenizer.fingerprint,
     }
-    # Caches in transformers 5.19 leave out layers that share keys and values.
+    # Omit layers that share keys and values, because transformers 5.19 has no caches for them.
     kinds = [kind for kind in kinds if kind.attention != "shared"]
     if not all(kind.is_attention for kind in kinds):
         contents["kinds"] = [repr(kind) for kind in kinds]
@@ -91,9 +91,8 @@ def snapshot(hf_model: PreTrainedModel) -> tuple[Any, ...]:
     """Take a snapshot of a model's config, active adapters and weights, to detect later changes.
 
     Weights are compared by address and write count, which is cheap enough to do for every batch.
-    Two kinds of writes are not detected: those that bypass PyTorch's write count
-    (``weight.data.add_(...)``), and those to buffers that are not saved with the model, such as
-    rotary frequencies.
+    Not detected: writes that bypass PyTorch's write count (``weight.data.add_(...)``), and writes
+    to offloaded, 4-bit or inference tensors, or to buffers that are not saved (rotary tables).
     """
     return _places(hf_model), _settled(hf_model.config.to_dict()), _adapters(hf_model)
 
@@ -194,7 +193,7 @@ def _content(value: Any, known: dict[tuple[Any, ...], str]) -> Any:
         return [_content(item, known) for item in value]
     if isinstance(value, (bool, int, float, str, bytes, type(None), torch.dtype)):
         return repr(value)
-    # The value's repr contains an address, which would differ in each process.
+    # The value's repr may contain an address, which would differ in each process.
     return type(value).__qualname__
 
 

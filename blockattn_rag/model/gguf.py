@@ -53,8 +53,9 @@ def dequantized(file: Path) -> Path:
     """Convert a GGUF file to a folder with the float32 model, its config and its tokenizer.
 
     The first conversion takes seconds to minutes. The folder is kept in ``state_folder()``, is
-    named after the file's digest, and takes 4 bytes per weight. Raises ``ImportError`` if a package
-    is missing, and ``ValueError`` if transformers cannot read the file.
+    named after the file's digest, and takes 4 bytes per weight. Raises ``FileNotFoundError`` if the
+    file does not exist, ``ImportError`` if a package is missing, and ``ValueError`` if transformers
+    cannot read the file.
     """
     if not file.is_file():
         raise FileNotFoundError(f"No such GGUF file: {file}")
@@ -138,7 +139,7 @@ def _write_model(file: Path, folder: Path) -> None:
             tensor_key_mapping=names,
             parsed_parameters={"tensors": pending},
         )
-        if result.name in names:  # Copy the array, so that it owns its memory.
+        if result.name in names:  # Copy, so that the tensor owns its memory.
             ready[names[result.name]] = torch.tensor(result.weights, dtype=torch.float32)
         if sum(one.nbytes for one in ready.values()) >= _SHARD_BYTES:
             write(ready)

@@ -2,8 +2,7 @@
 
 For a few tokens, the kernel launch overhead exceeds the computation. A forward pass is captured
 once for each number of tokens, rounded up to a power of two, and then replayed for contexts of any
-length. This works because everything that differs between requests is read from tensors
-(``DeviceRelay``).
+length: everything that differs between requests is read from tensors (``DeviceRelay``).
 """
 
 from __future__ import annotations
@@ -29,8 +28,7 @@ from blockattn_rag.model.caches import ContextCache, RelayCache, States
 from blockattn_rag.model.kinds import PLAIN
 
 MOST_TOKENS = 512
-"""Maximum number of tokens in a captured forward pass. Beyond this, the launch overhead is smaller
-than the computation."""
+"""Maximum number of tokens in a captured forward pass. Longer passes hide the launch overhead."""
 
 _LEAST_TOKENS = 16
 """Minimum number of tokens in a captured forward pass, except for decoding a single token."""
@@ -53,7 +51,7 @@ class Recording(NamedTuple):
 
 
 def record(compute: Callable[[], Tensor], device: torch.device, pool: Any) -> Recording:
-    """Run and then capture a computation on a GPU, in a memory pool shared by all graphs."""
+    """Run a computation on a GPU, capture it in a memory pool, and replay it to fill ``result``."""
     side: Any = torch.cuda.Stream(device)
     current = torch.cuda.current_stream(device)
     side.wait_stream(current)
@@ -137,7 +135,7 @@ class GraphRunner:
         return out
 
     def begin(self, cache: GraphCache, tokens: int) -> None:
-        """Prepare a cache for new tokens, and release the cache of the previous request."""
+        """Load a cache for ``tokens`` new tokens, and release the cache of the previous request."""
         previous = None if self._user is None else self._user()
         if previous is not cache:
             if previous is not None:

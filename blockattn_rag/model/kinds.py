@@ -104,11 +104,10 @@ class SeenAttention(NamedTuple):
     """Inputs of a layer's attention, recorded during a forward pass.
 
     Args:
-        keys, values: Keys and values. Layers that share keys have the same tensor.
-        sees: Function that returns whether a query position attends to a key position. None: the
-            mask is unknown.
-        settings: Names of the score settings that the model passes: ``"softcap"``, and ``"s_aux"``
-            for attention sinks.
+        keys, values: Keys and values. Layers that share them have the same tensors.
+        sees: Whether a query position attends to a key position. None: the mask is unknown.
+        settings: Names of the score settings that the layer passes to attention: ``"softcap"``, and
+            ``"s_aux"`` for attention sinks.
     """
 
     keys: Tensor
@@ -118,7 +117,7 @@ class SeenAttention(NamedTuple):
 
     def has_window(self, window: int | None) -> bool:
         """Whether a token attends to exactly the last ``window`` tokens, including itself, or to
-        all tokens if ``window`` is None. False if the mask is unknown."""
+        all earlier tokens if ``window`` is None. False if the mask is unknown."""
         if self.sees is None:
             return False
         first = 0 if window is None else _FAR - window + 1
@@ -129,7 +128,7 @@ class SeenAttention(NamedTuple):
 def seen_attention(hf_model: PreTrainedModel) -> Iterator[dict[int, SeenAttention]]:
     """Record the inputs of each layer's attention within the ``with`` block.
 
-    Models that do not use transformers' attention interface are not recorded.
+    Yields them by layer. Empty for models that do not use transformers' attention interface.
     """
     seen: dict[int, SeenAttention] = {}
     masks: list[tuple[Tensor, Any, Callable[[int, int], bool]]] = []
@@ -195,6 +194,8 @@ def measured_kinds(
 ) -> list[LayerKind]:
     """Derive the kinds of a model's layers from a forward pass.
 
+    Raises ``UnsupportedModelError`` if block mode does not support a layer.
+
     Args:
         filled: A ``new_cache`` after the forward pass.
         seen: Result of ``seen_attention`` for the forward pass.
@@ -237,7 +238,7 @@ def _measured(
         has_state = isinstance(layer, LinearAttentionLayer) and bool(states_of(layer))
         if keeps:
             attention: Attention = "full" if window is None else "windowed"
-            # Keys of another size than the cached keys are computed from cached latents.
+            # Keys that differ in size from the cached keys are computed from cached latents.
             if keys is not None and keys.shape[-1] != layer.keys.shape[-1]:
                 attention = "latent"
             return LayerKind(attention, window, has_state)
@@ -271,8 +272,7 @@ def layer_states(
 
 
 def in_order(kind: LayerKind, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Convert keys and values from a cache's order to a block's order, or back. The orders only
-    differ for latent layers."""
+    """Convert between the orders of a cache and a block, which only differ for latent layers."""
     return (values, keys) if kind.attention == "latent" else (keys, values)
 
 

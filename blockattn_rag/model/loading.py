@@ -32,14 +32,14 @@ from blockattn_rag.prompts.checkpoints import known_checkpoint
 BUNDLED = "bundled"
 _BUNDLED_FOLDER = Path(__file__).parent / "bundled"
 SIDECAR = "block_attention.json"
-"""File next to an adapter with its training modes, and its base if that is the bundled model."""
+"""File in an adapter's folder: its training modes, and its base if this is the bundled model."""
 
 SHORT_NAMES = (BUNDLED, SMOLLM2)
 """Names of models that are neither paths nor hub ids."""
 
 _ADAPTER_CONFIG = "adapter_config.json"
 _PLACEMENT = frozenset({"device_map", "max_memory", "offload_folder", "attn_implementation"})
-"""Arguments of ``from_pretrained`` that do not modify the weights in the files."""
+"""Arguments of ``from_pretrained`` that do not change the weights."""
 _MODEL_FILES = ("config.json", _ADAPTER_CONFIG)
 _TOKENIZER_FILE = "tokenizer_config.json"
 _INSTALL_SMOLLM2 = (
@@ -50,7 +50,7 @@ _INSTALL_SMOLLM2 = (
 
 
 def resolve_name(model: str | Path) -> str:
-    """Resolve ``"bundled"``, ``"smollm2"`` or a GGUF file to a path. Other names stay unchanged.
+    """Resolve a model name to a folder or a hub id.
 
     A GGUF file is dequantized on first use (``gguf.dequantized``). Raises ``FileNotFoundError`` if
     a path does not exist, a folder contains no model, or a short name is misspelled.
@@ -77,7 +77,7 @@ def resolve_name(model: str | Path) -> str:
 
 
 def _hub(model: str | Path) -> AbstractContextManager[None]:
-    """Context that shortens errors of the hub to one sentence; see ``hub.hub_errors``."""
+    """Context manager that shortens errors of the hub; see ``hub.hub_errors``."""
     name = str(model)
     if name == SMOLLM2:
         return hub_errors(name, is_local=is_gguf(Path(smollm2())), fix=_INSTALL_SMOLLM2)
@@ -87,8 +87,7 @@ def _hub(model: str | Path) -> AbstractContextManager[None]:
 def commit_of(model: str | Path, revision: str | None = None) -> str | None:
     """Resolve a hub revision to its current commit, so that all files of a model match.
 
-    Returns None for a local model, and ``revision`` if neither the hub nor its cache can resolve
-    it.
+    Returns None for a local model, and ``revision`` itself if it cannot be resolved.
     """
     source = resolve_name(model)
     if Path(source).exists():
@@ -114,7 +113,7 @@ def load_tokenizer(model: str | Path, *, revision: str | None = None) -> Any:
 
 
 def load_config(model: str | Path, *, revision: str | None = None) -> Any:
-    """Load the config for a model name or path, or for a LoRA adapter's base."""
+    """Load a model's config by name or path. For a LoRA adapter, this is its base's config."""
     name = resolve_name(model)
     if adapter := _adapter(name):
         return load_config(adapter["base"])
@@ -123,7 +122,7 @@ def load_config(model: str | Path, *, revision: str | None = None) -> Any:
 
 
 def check_config(model: str | Path, *, revision: str | None = None) -> None:
-    """Reject an unsupported model by its config, before its weights are downloaded from the hub."""
+    """Reject an unsupported hub model by its config, before its weights are downloaded."""
     if not Path(resolve_name(model)).exists():
         config = load_config(model, revision=revision)
         check_quantization(str(model), quantization_of(config))
@@ -145,15 +144,16 @@ def load_model(
             which is merged into its base.
         device: PyTorch device. ``"auto"``: see ``default_device``.
         dtype: Type of the weights: a torch dtype, or ``"int8"`` or ``"nf4"`` to quantize them at
-            load (``quantized.WEIGHTS``). ``"auto"``: the checkpoint's dtype, but on the CPU, 16-bit
-            types of unquantized weights become float32.
+            load (``quantized.WEIGHTS``). ``"auto"``: the checkpoint's dtype, but float32 on the CPU
+            unless the weights stay quantized.
         revision: Hub revision. Default: the main branch.
         kwargs: Further arguments of ``from_pretrained``, for example ``device_map``.
 
     Raises:
-        FileNotFoundError: see ``resolve_name``.
-        OSError: the hub cannot be reached, or does not provide the model.
-        ImportError, UnsupportedModelError: see ``quantized.check_quantization``.
+        FileNotFoundError: See ``resolve_name``.
+        OSError: The hub cannot be reached, or does not provide the model.
+        ImportError: A package that reads the weights is missing.
+        UnsupportedModelError: See ``quantized.check_quantization``.
         ValueError: ``dtype`` would quantize weights again, or an adapter's base is quantized.
     """
     name = resolve_name(model)
@@ -192,8 +192,8 @@ def load_with_files(
 ) -> tuple[PreTrainedModel, WeightFiles | None]:
     """Load a model with the arguments of ``load_model``. Returns the model and its weight files.
 
-    The files are None if the weights differ from them, because an adapter was merged, or because
-    the weights were quantized or dequantized. ``commit``: Result of ``commit_of``.
+    The files are None if the weights may differ from them (merged adapters, quantization, further
+    arguments), or if ``WeightFiles.of`` finds none. ``commit``: Result of ``commit_of``.
     """
     source = resolve_name(model)
     is_local, files = Path(source).is_dir(), None
@@ -271,7 +271,7 @@ def _load_adapter(
         loaded = auto_class(base_config).from_pretrained(base_name, **arguments)
     base: Any = language_model(loaded)
     merged = PeftModel.from_pretrained(base, name).merge_and_unload()
-    # Peft freezes the base, and PyTorch copies a frozen output matrix in bfloat16 for each prompt:
+    # PEFT freezes the base, and PyTorch copies a frozen output matrix in bfloat16 for each prompt:
     # on a CPU, the first token of a 0.5B model would take five times as long.
     merged.requires_grad_(True)
     if tuning := adapter["tuning"]:

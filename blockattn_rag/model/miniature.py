@@ -2,7 +2,7 @@
 
 A cache can only be measured by running a model. A miniature has the same classes and kinds of
 layers as the original, and takes milliseconds to build. With miniatures, unsupported models can be
-rejected before their weights are downloaded, and any architecture in transformers can be measured.
+rejected before their weights are downloaded, and architectures can be measured without weights.
 """
 
 from __future__ import annotations
@@ -107,10 +107,10 @@ def check_architecture(config: Any) -> AttentionProfile | None:
 def profile_config(config: Any, dtype: torch.dtype) -> AttentionProfile:
     """Measure what a model with keys and values in ``dtype`` caches, from its config.
 
-    Runs a narrow model with all layers, the head sizes and the rotary embeddings of the original on
-    the CPU. This takes seconds and a few hundred megabytes for a model of any size. Raises
-    ``UnsupportedModelError`` if models of this architecture cannot run in block mode, or cannot be
-    measured without weights.
+    Runs a narrow model on the CPU that has all layers, the head sizes and the rotary embeddings of
+    the original. This takes seconds and a few hundred megabytes for a model of any size. For a
+    hybrid model, returns the profile of a miniature. Raises ``UnsupportedModelError`` if models of
+    this architecture cannot run in block mode, or cannot be measured without weights.
     """
     config = config.get_text_config(decoder=True)
     sketch = check_architecture(config)
@@ -202,7 +202,7 @@ def shrunk(config: Any) -> dict[str, Any]:
 
 
 def _fit_sections(fields: dict[str, Any]) -> None:
-    """Scale the sections of a multimodal rotary embedding to half of the rotated dimensions."""
+    """Scale a multimodal rotary embedding's sections to cover half of the rotated dimensions."""
     rope = fields.get("rope_parameters") or {}
     if sections := rope.get("mrope_section"):
         size = fields.get("head_dim") or fields["hidden_size"] // fields["num_attention_heads"]
@@ -252,7 +252,7 @@ def _thinned_field(name: str, value: Any) -> Any:
 
 
 def _kept_layers(types: Sequence[str], layers: int) -> int:
-    """Minimum number of leading layers that include every layer type."""
+    """Number of leading layers that include every layer type, at most ``_MOST_LAYERS``."""
     complete = (n for n in range(2, len(types) + 1) if {*types[:n]} == {*types})
     return min(next(complete, min(layers, 3)), _MOST_LAYERS)
 

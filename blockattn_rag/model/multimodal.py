@@ -1,4 +1,4 @@
-"""Language models in multimodal checkpoints, which also process images or sound."""
+"""Language models of multimodal checkpoints, without the parts for images or sound."""
 
 from __future__ import annotations
 

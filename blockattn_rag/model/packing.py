@@ -1,8 +1,8 @@
 """Packed weights, which speed up linear layers on the CPU for short inputs.
 
-A matrix product of 4 to about 200 rows spends much of its time rearranging the weights for the CPU,
-on every call. oneDNN can rearrange (pack) them once. Packed weights speed up questions and batched
-decoding steps. Single rows and long prompts use the plain product.
+A matrix product of 4 to 255 rows spends much of its time rearranging the weights for the CPU, on
+every call. oneDNN can rearrange (pack) them once. Packed weights speed up questions and batched
+decoding steps. Fewer rows and long prompts use the plain product.
 """
 
 from __future__ import annotations
@@ -61,10 +61,11 @@ class _PackedForward:
 
 
 def pack_linears(hf_model: nn.Module) -> int:
-    """Pack the weights of a model's linear layers if this is faster and fits in memory.
+    """Make a model's linear layers pack their weights on first use, if this is faster.
 
-    Only float32 on x86 CPUs benefits. The model's parameters stay unchanged, so it can still be
-    saved and trained. Returns the number of packed layers.
+    Only float32 on x86 CPUs benefits. No layer is packed if the copies would exceed a quarter of
+    the free memory. The model's parameters stay unchanged, so it can still be saved and trained.
+    Returns the number of layers that will be packed.
     """
     linears = [module for module in hf_model.modules() if _can_pack(module)]
     size = sum(linear.weight.nbytes for linear in linears)
@@ -104,7 +105,7 @@ def _packed_linear(input: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor
 
 @cache
 def _is_available() -> bool:
-    """Whether this build of PyTorch packs weights correctly, with its private functions."""
+    """Whether this build of PyTorch has private functions that pack weights correctly."""
     if platform.machine().lower() not in ("x86_64", "amd64"):
         return False
     generator = torch.Generator().manual_seed(0)

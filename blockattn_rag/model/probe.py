@@ -31,9 +31,9 @@ from blockattn_rag.model.kinds import (
 # Rounding errors are far smaller, and wrong computations have errors near 1. Tolerances for 16-bit
 # types are wide, because cosine and sine are also rounded, and errors accumulate over layers.
 LOGITS = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 3e-2, torch.bfloat16: 0.15}
-"""Tolerances for comparing logits: block mode with the oracle, and the relay with the copy path."""
+"""Tolerances for logits, for example between relay attention and the copy path."""
 LOGITS_OF_OTHER_DTYPES = max(LOGITS.values())
-# Tolerances for keys and values are wider, because the rounding of angles depends on the position.
+# In float32 and float64, keys and values differ more: the rounding of angles depends on positions.
 _STATES = LOGITS | {torch.float64: 1e-3, torch.float32: 1e-3}
 _STATES_OF_OTHER_DTYPES = max(_STATES.values())
 
@@ -58,7 +58,7 @@ class AttentionProfile:
         kinds: Kind of each layer.
         layouts: Rotary layout of each layer that stores keys and values. Layers with equal layouts
             share one object.
-        max_context_tokens: Maximum length of prompt plus answer for which positions are exact.
+        max_context_tokens: Maximum combined length of prompt and answer; see ``position_limit``.
         token_outline: ``BlockKV.token_outline`` of the model's blocks.
         key_error, value_error: Maximum relative errors measured by the probe.
     """
@@ -148,7 +148,8 @@ def _check_fused_rotations(layouts: Sequence[RotaryLayout], keys: Sequence[Tenso
 
 
 def position_limit(config: Any) -> int:
-    """Maximum context length in tokens for which the config keeps RoPE frequencies constant."""
+    """Maximum context length in tokens, within which RoPE frequencies are constant. Raises
+    ``UnsupportedModelError`` for RoPE of the type ``"dynamic"``."""
     config = config.get_text_config(decoder=True)
     limit = int(getattr(config, "max_position_embeddings", 0) or _UNLIMITED)
     settings = getattr(config, "rope_parameters", None) or {}

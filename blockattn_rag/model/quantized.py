@@ -63,7 +63,7 @@ def check_quantization(name: str, settings: Mapping[str, Any]) -> None:
     method = str(getattr(settings.get("quant_method"), "value", settings.get("quant_method")))
     if settings.get("load_in_8bit") or method == "bitsandbytes_8bit":
         raise UnsupportedModelError(
-            f"{name} is quantized with bitsandbytes in 8 bits, which block mode does not support: "
+            f"{name} is quantized to 8 bits with bitsandbytes, which block mode does not support: "
             "LLM.int8 quantizes activations, and its outliers depend on all tokens of a forward "
             "pass, so a block's keys and values would depend on other blocks. Use a 4-bit "
             "checkpoint, or the original checkpoint with dtype='int8'."
@@ -135,10 +135,9 @@ def _quantized_at_load(weights: str) -> dict[str, Any]:
 
 @contextmanager
 def small_heap() -> Iterator[None]:
-    """Context in which the memory of original weights is freed as soon as they are quantized.
+    """Context manager that frees the memory of original weights as soon as they are quantized.
 
-    By default, glibc keeps most of this memory, so loading would take as much memory as the
-    original weights.
+    By default, glibc keeps most of it, so loading would need memory for all original weights.
     """
     if platform.libc_ver()[0] != "glibc":
         yield

@@ -37,8 +37,8 @@ from blockattn_rag.model.relay_attention import (
 
 
 def tokens_to_recompute(lengths: Sequence[int], may_change: Sequence[bool], share: float) -> int:
-    """Number of tokens that ``recompute`` recomputes: a share of the tokens in context blocks that
-    may change. It does not depend on the question."""
+    """Number of tokens that ``recompute`` recomputes: ``share`` of the tokens in the context blocks
+    that may change. It does not depend on the question."""
     return round(share * sum(compress(lengths, may_change)))
 
 
@@ -57,11 +57,12 @@ def recompute(
         context: The context, with reordered positions.
         may_change: Whether the tokens of each block may be chosen. True only for passages after the
             prompt's first block, because nothing precedes the first block.
-        share: Share of the tokens that may be chosen, from 0 to 1.
+        final_ids: Token ids of the final block, which contains the question.
+        share: Share to recompute of the tokens that may be chosen, from 0 to 1.
 
     Returns:
         The context as a single block, and the sorted indices of the recomputed tokens in it. If the
-        share is less than half a token: the unchanged context and no indices.
+        share rounds to 0 tokens: the unchanged context and no indices.
     """
     check_ready(model.hf_model)
     count = tokens_to_recompute(context.lengths, may_change, share)
@@ -129,7 +130,7 @@ def _copied(model: BlockModel, context: Context) -> ContextCache:
 def choose_tokens(
     received: Tensor, lengths: Sequence[int], may_change: Sequence[bool], count: int
 ) -> list[int]:
-    """Sorted indices of the ``count`` tokens that receive the most attention.
+    """Sorted indices of the ``count`` allowed tokens that receive the most attention.
 
     Args:
         received: Attention that each context token receives, ``[tokens]`` float32.
@@ -165,7 +166,7 @@ def check_can_recompute(model: BlockModel | CheckpointModel) -> None:
     if model.profile.has_states:
         raise UnsupportedModelError(
             f"{model.name} cannot recompute tokens, because the state layers of hybrid models "
-            "process tokens in sequence: use a recipe with recompute=0, such as promote=1"
+            "process tokens in sequence: use a recipe with recompute=0, for example promote=1"
         )
     if not can_recompute(model):
         is_served = isinstance(model, CheckpointModel)

@@ -1,8 +1,8 @@
 """Relay attention for transformers: an attention function that models call by name.
 
 Model code stays unchanged: the function is registered with transformers, and selected in the
-model's config. It calls the model's original attention, unless the cache of the running forward
-pass has its own (``ContextCache.attention``).
+model's config. It calls the ``ContextCache.attention`` of the running forward pass, if any, and
+otherwise the model's original attention.
 """
 
 from __future__ import annotations
@@ -61,12 +61,12 @@ _logger = logging.getLogger(__name__)
 
 
 def enable_relay(hf_model: PreTrainedModel) -> None:
-    """Make a model use the running cache's attention, if the cache has its own."""
+    """Make a model use the ``attention`` of the running ``ContextCache``, if it is set."""
     note_caches(hf_model)
     original = hf_model.config._attn_implementation
     if original.startswith(_PREFIX):
         return
-    # Transformers interprets names with "flash" or a slash as its own kernels.
+    # Transformers would interpret a name with "flash" or a slash as one of its own kernels.
     name = _PREFIX + re.sub("flash|/", "_", original)
     AttentionInterface.register(name, _attention_function(original))
     AttentionMaskInterface.register(name, _mask_function(original))
@@ -131,7 +131,7 @@ def _mask_function(original: str) -> Any:
 
 
 def tail_mask(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
-    """Convert transformers' mask over the tail (None: causal) to bool (None: all are visible)."""
+    """Convert transformers' mask of the tail (None: causal) to bool (None: all keys visible)."""
     if mask is not None:
         return mask if mask.dtype == torch.bool else mask >= 0
     rows, columns = query.shape[2], key.shape[2]
@@ -151,7 +151,7 @@ def last_logits(
 ) -> Tensor:
     """Logits ``[count, vocab]`` after each of the last ``count`` tokens of ``ids`` ``[1, n]``.
 
-    ``ids``: Tokens after those in ``cache``. ``computes_all``: See ``logits_to_keep``.
+    ``ids``: Tokens to append to ``cache``, if any. ``computes_all``: See ``logits_to_keep``.
     """
     if isinstance(cache, ContextCache) and cache.takes_one_token and ids.shape[1] > 1:
         steps = [last_logits(hf_model, one, cache, 1) for one in ids.split(1, dim=1)]
@@ -171,12 +171,12 @@ def last_logits(
 
 
 def layer_windows(kinds: Sequence[LayerKind]) -> dict[int, int | None]:
-    """Sliding window of each layer with attention, in tokens. None: no window."""
+    """Sliding windows in tokens (None: no window) by layer. Omits latent and state layers."""
     return {layer: window for layer, (_, window, _) in _reads(kinds, {}).items()}
 
 
 def _reads(kinds: Sequence[LayerKind], latents: Mapping[int, LatentMap]) -> dict[int, LayerReads]:
-    """Block tensors of each layer that attends to keys and values or to known latents."""
+    """Block tensors of each layer that attends to keys and values, or has a map in ``latents``."""
     places = {layer: place for place, layer in enumerate(storing(kinds))}
     reads = {}
     for index, kind in enumerate(kinds):
@@ -191,7 +191,7 @@ def measured_reads(hf_model: PreTrainedModel, profile: AttentionProfile) -> dict
     """Find the block tensors that each layer reads, by layer index. Omits layers without attention,
     and layers that relay attention does not support.
 
-    The linear maps of latent layers are measured by passing unit vectors through them.
+    The linear maps of latent layers are measured by passing unit vectors through the layers.
     """
     kinds = profile.kinds
     outlines = dict(zip(storing(kinds), profile.layer_outlines, strict=True))
@@ -255,7 +255,7 @@ def relay_is_exact(
 
 
 def _settings(hf_model: PreTrainedModel) -> set[str]:
-    """Names of the model settings that change attention scores; see ``SeenAttention``."""
+    """Names of the score settings in a model's config or weights; see ``SeenAttention``."""
     config = hf_model.config.get_text_config(decoder=True)
     capped = getattr(config, "attn_logit_softcapping", None) is not None
     sinks = any(name.endswith("sinks") for name, _ in hf_model.named_parameters())
@@ -269,8 +269,8 @@ def _seen(hf_model: PreTrainedModel) -> dict[int, SeenAttention]:
 
 
 def is_plain(hf_model: PreTrainedModel, profile: AttentionProfile) -> bool:
-    """Whether all attention is full, without soft caps or sinks, as GPU kernels require. Relay must
-    be exact for the model."""
+    """Whether all attention is full, without soft caps or sinks, as ``GraphRunner`` and
+    ``CausalAttention`` require. Relay must be exact for the model."""
     kinds = (kind for kind in profile.kinds if kind.attention != "none")
     return all(kind == PLAIN for kind in kinds) and not any(
         layer.settings for layer in _seen(hf_model).values()
@@ -304,7 +304,7 @@ def graph_runner(hf_model: PreTrainedModel, profile: AttentionProfile) -> GraphR
         return None
     programs = 2 * torch.cuda.get_device_properties(device).multi_processor_count
     runner = GraphRunner(hf_model, DeviceRelay(profile.layouts, outline, device, programs))
-    # These lengths fill complete tiles of the kernel.
+    # The larger sizes fill complete tiles of 64 tokens in the kernel, with a remainder.
     sizes = (7, 300, 70) if profile.max_context_tokens > 512 else (7, 7, 7)
     try:
         # The first run captures graphs, and the second run replays them.
@@ -314,15 +314,15 @@ def graph_runner(hf_model: PreTrainedModel, profile: AttentionProfile) -> GraphR
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # noqa: BLE001 -- Triton raises compiler errors
-        _logger.warning("Single requests will copy blocks, because Triton failed: %s", error)
+        _logger.warning("The relay kernel is disabled, because a test run failed: %s", error)
         return None
     return runner if is_exact else None
 
 
 def causal_is_exact(hf_model: PreTrainedModel, profile: AttentionProfile) -> bool:
-    """Test whether the logits of ``attend_causal`` match those of the model's own attention.
+    """Test whether the model's logits with ``attend_causal`` match those with its own attention.
 
-    Relay must be exact for the model. Returns False if the flash kernel is missing or fails.
+    Relay must be exact for the model. Returns False if the kernel fails or is not supported.
     """
     sizes = {states.size for layer in profile.layer_outlines for states in layer}
     if len(sizes) > 1 or not takes_flash(hf_model.device, hf_model.dtype, *sizes):
@@ -352,7 +352,7 @@ def _equals_copies(
     seed: int = 2,
 ) -> bool:
     """Whether caches from ``cache_for`` give the same logits as the model's own attention over
-    copied blocks, for two random blocks and a final block of these sizes."""
+    copied blocks, for two random blocks and a final block of ``sizes`` tokens."""
     generator = torch.Generator().manual_seed(seed)
     vocabulary = vocabulary_size(hf_model)
     *blocks, final = (torch.randint(vocabulary, (n,), generator=generator) for n in sizes)

@@ -20,14 +20,14 @@ from numpy.typing import NDArray
 from blockattn_rag.output.grammar import Grammar
 
 TEXT_TOKENS = 128
-"""Minimum total tokens of the copies of prose in free text."""
+"""Minimum total tokens of the copies of prose or words in free text."""
 
 STRING_TOKENS = 64
-"""Minimum total tokens of the copies of prose in a JSON string. Fewer than in free text, so that
-the rest of the object still fits in the answer."""
+"""Minimum total tokens of the copies of prose or words in a JSON string. Fewer than in free text,
+so that the rest of the object still fits in the answer."""
 
 CHARACTERS = 3
-"""Minimum number of characters in the copies of prose, per token of ``TEXT_TOKENS`` or
+"""Minimum number of characters in the copies of prose or words, per token of ``TEXT_TOKENS`` or
 ``STRING_TOKENS``. Matters in languages that the tokenizer splits into characters or bytes."""
 
 TEXT_COPIES, STRING_COPIES = 5, 2
@@ -51,7 +51,7 @@ _IN_TEXT = (TEXT_TOKENS, TEXT_COPIES, TEXT_WORD_COPIES)
 _IN_STRING = (STRING_TOKENS, STRING_COPIES, STRING_WORD_COPIES)
 
 _OUTSIDE_STRINGS = frozenset('{}[]:,"+-.0123456789Eetruefalsn \t\r\n')
-"""Characters of JSON outside strings: punctuation, numbers, ``true``, ``false`` and ``null``."""
+"""Characters of JSON outside strings: punctuation, white space, numbers and constants."""
 
 _PERIODS = np.arange(1, LONGEST_UNIT + 1)
 
@@ -77,8 +77,8 @@ Decode = Callable[[Sequence[int]], str]
 def is_prose(copies: str) -> bool:
     """Whether three copies of a unit consist mostly of sentences.
 
-    In text with line breaks, a sentence is a line that ends like a sentence. Text without line
-    breaks may be part of a sentence that never ends.
+    In text with line breaks, a sentence is a line with sentence punctuation at its end. Text
+    without line breaks may be part of a sentence that never ends.
     """
     text = copies.replace("\\n", "\n").replace('\\"', '"')  # Undo the escapes of JSON strings.
     text = _CHARACTER_END.sub(" ", text)
@@ -88,7 +88,8 @@ def is_prose(copies: str) -> bool:
 
 
 def _is_sentence(line: str) -> bool:
-    """Whether a line consists mostly of words, with enough different words next to each other."""
+    """Whether a line consists mostly of words, and has at least 2 different words (3 without a
+    sentence end). A line that ends with a line break must also end a sentence."""
     ends = [match.end() for match in _SENTENCE_END.finditer(line)]
     if line.endswith("\n") and not (ends and not line[ends[-1] :].strip()):
         return False
@@ -114,7 +115,7 @@ def is_words(copies: str) -> bool:
 
 
 def _is_plain(word: str) -> bool:
-    """Whether a word has at least two letters and is not a constant."""
+    """Whether a token is a word of at least two letters, and neither a constant nor DNA."""
     is_data = _CONSTANT.fullmatch(word) or _BASES.fullmatch(word)
     return bool(_WORD.fullmatch(word)) and sum(map(str.isalpha, word)) > 1 and not is_data
 
@@ -129,7 +130,7 @@ class Repetition:
     """Detects repeated units at the end of a text.
 
     Args:
-        least_tokens: Minimum total number of tokens in the copies of prose.
+        least_tokens: Minimum total number of tokens in the copies of prose or words.
         copies: Minimum number of copies of prose.
         word_copies: Minimum number of copies of words without a sentence.
     """
@@ -143,7 +144,7 @@ class Repetition:
         self._equal = np.zeros(LONGEST_UNIT, int)  # Length of the match for each period.
 
     def push(self, token: int) -> tuple[int, ...]:
-        """Add a token, and return the unit that is repeated at the end of the text, or ``()``."""
+        """Add a token. Returns the unit of the loop that the text now ends with, or ``()``."""
         self._equal = (self._equal + 1) * (self._recent == token)
         self._recent = np.roll(self._recent, 1)
         self._recent[0] = token
@@ -204,7 +205,7 @@ class JsonStrings:
         return self._text_repeats and self._depth == 0
 
     def follow(self, ids: Sequence[int]) -> None:
-        """Process an answer so far, which need not continue the answer of the previous call."""
+        """Process an answer so far. It need not continue the answer of the previous call."""
         if self._ids != ids[: len(self._ids)]:
             self._begin()
         for token in ids[len(self._ids) :]:
@@ -266,9 +267,9 @@ class Matching(Protocol):
 
 
 class LoopEndingMatcher:
-    """Matcher that ends JSON strings and text that repeat themselves.
+    """Matcher that wraps another, and ends JSON strings and text that repeat themselves.
 
-    ``quotes``: Tokens that begin with a quotation mark.
+    ``quotes``: Ids of the tokens that begin with a quotation mark.
     """
 
     def __init__(self, matcher: Matching, strings: JsonStrings, quotes: NDArray[np.int_]) -> None:
@@ -292,7 +293,7 @@ class LoopEndingMatcher:
 
 
 class LoopGuard:
-    """Detects loops in one answer, token by token. Without a grammar, the answer is free text."""
+    """Detects loops, token by token, in an answer without a grammar or with a grammar for JSON."""
 
     def __init__(self, decode: Decode, grammar: Grammar | None) -> None:
         self._text = Repetition(decode, *_IN_TEXT) if grammar is None else None
@@ -302,7 +303,7 @@ class LoopGuard:
 
     @property
     def must_end(self) -> bool:
-        """Whether the answer must end now because its text repeats itself."""
+        """Whether an answer without a grammar must end now, because it repeats itself."""
         return self.has_loop and self._text is not None
 
     def push(self, token: int) -> None:

@@ -1,4 +1,4 @@
-"""States of hybrid models, which state layers start the final block from.
+"""States of hybrid models, from which state layers continue with the final block.
 
 A state layer has no keys and values that could be concatenated. In block mode, the final block
 starts from the state after the head, which is the prompt's first block. The states after recent

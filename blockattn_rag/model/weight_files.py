@@ -18,7 +18,7 @@ from blockattn_rag.files import locked, state_folder, write_json
 logger = logging.getLogger("blockattn_rag")
 
 _NAMES = ("model.safetensors", "pytorch_model.bin")
-"""Files that transformers loads, in order of preference. If they are sharded, there is an index."""
+"""Files that transformers loads, in order of preference. Sharded files have an index instead."""
 _DIGEST_DIGITS = 32
 _THREADS = 8
 _LOCK_TIMEOUT_S = 1800.0
@@ -64,7 +64,7 @@ class WeightFile:
         """
         try:
             folder = state_folder() / "digests"
-        except RuntimeError:  # The user has no cache folder.
+        except RuntimeError:  # The user has no home folder.
             return self._computed()
         place = folder / f"{hashlib.sha256(os.fsencode(self.path)).hexdigest()[:32]}.json"
         key = {**asdict(self), "path": str(self.path)}
