@@ -82,7 +82,7 @@ class DeviceRelay:
         return self._tail.shape[3]
 
     def reads(self, context: Context) -> bool:
-        """Whether the kernel can read all blocks of a context in place."""
+        """Whether a context fits in the tables, and the kernel can read its blocks in place."""
         chunks = sum(-(-tokens // CHUNK_TOKENS) for tokens in context.lengths)
         if len(context.blocks) >= MOST_BLOCKS or chunks > MOST_CHUNKS:
             return False

@@ -60,9 +60,7 @@ _logger = logging.getLogger(__name__)
 @cache
 def fastest_flash(device: torch.device, dtype: torch.dtype, size: int) -> FlashKernel:
     """Return the fastest of ``exact_kernels``, timed once per process for the same arguments.
-
-    Without an installed package, returns PyTorch's kernel without a test.
-    """
+    Without an installed package, return PyTorch's kernel without testing it."""
     if not _packages(device):
         return _by_pytorch
     kernels = exact_kernels(device, dtype, size)

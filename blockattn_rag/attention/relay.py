@@ -40,6 +40,7 @@ rotating the queries for each stored block costs more than rotating all keys onc
 
 class JoinLimits(NamedTuple):
     """Block sizes in tokens below which blocks are joined into segments, for speed.
+    ``decode_tokens`` applies to forward passes of one token, ``prefill_tokens`` to all others.
 
     Joined segments are one to two times as long as the limit; the last one may be shorter. They are
     temporary copies that are freed when the answer is complete. 0 disables joining.

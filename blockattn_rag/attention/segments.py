@@ -50,7 +50,6 @@ class Segment(Context):
 
     A single block is read in place. If it is quantized, every read dequantizes it. Several blocks,
     and rotary keys with latents, are joined on a layer's first read, and then kept.
-
     Blocks are ordered by start. Shifts and starts are relative to the segment's first block.
     """
 

@@ -100,7 +100,7 @@ def oracle_logits(
     Args:
         sink_ids: Sink tokens before each block except the first and the final block. Only the
             following block attends to them.
-        adapter: Adapter for the keys and values of passages, which the final block attends to.
+        adapter: Adapter of the passages' keys and values, for the final block's attention to them.
         layouts: Rotary layout of each adapter layer.
         layers: Model layer that each adapter layer belongs to. Default: 0, 1, ...
     """

@@ -50,6 +50,8 @@ class Prepared(NamedTuple):
 
 
 class Answer:
+    """Answer to one request, which is generated token by token."""
+
     def __init__(self, pending: PendingRequest, prepared: Prepared, model: BlockModel) -> None:
         self.pending = pending
         self._prepared = prepared

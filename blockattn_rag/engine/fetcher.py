@@ -206,7 +206,7 @@ class BlockFetcher:
         passages = [spec for spec in missing if spec.keep.is_stored]
         if passages and self._on_miss == "error":
             raise MissError(
-                f"{len(passages)} of {len(context)} blocks are not in the store and "
+                f"{len(passages)} of {len(context)} blocks are not in the store, and "
                 f"on_miss='error'; the first is {passages[0].block.text[:60]!r}. Encode them "
                 "first (engine.encode), or use on_miss='compute'."
             )

@@ -46,7 +46,7 @@ class EncodeStats:
 def blocks_to_encode(texts: Sequence[str | Block] | BlockPrompt) -> tuple[list[Block], bool]:
     """Convert ``encode``'s argument to blocks. Also returns whether the first starts a prompt."""
     if isinstance(texts, str) or not isinstance(texts, (Iterable, BlockPrompt)):
-        raise TypeError(f"Expected a list of texts, found {type(texts).__name__}: pass [text]")
+        raise TypeError(f"Expected a list of texts, found {type(texts).__name__}: pass [text].")
     as_prompt = isinstance(texts, BlockPrompt)
     items = texts.context if isinstance(texts, BlockPrompt) else texts
     return [item if isinstance(item, Block) else Block(item) for item in items], as_prompt

@@ -38,7 +38,7 @@ from blockattn_rag.prompts.sinks import NO_SINK, check_sink
 
 @dataclass(frozen=True)  # Without slots: cached_property needs a __dict__.
 class Recipe:
-    """Settings for running a model in block mode. Equal recipes of a model give equal answers.
+    """Settings for running a model in block mode. With equal recipes, a model gives equal answers.
 
     Args:
         sink: Prefix tokens that passages are encoded with, such as ``"head:4"``; see
@@ -115,8 +115,8 @@ class Recipe:
             )
         if self.adapter.sink != self.sink:
             raise ValueError(
-                f"The adapter was fitted to sink={self.adapter.sink!r}, found sink={self.sink!r}: "
-                "use the adapter's sink, or fit a new adapter."
+                f"The adapter was fitted with sink={self.adapter.sink!r}, found sink={self.sink!r}"
+                ": use the adapter's sink, or fit a new adapter."
             )
 
     @cached_property

@@ -191,7 +191,7 @@ def _opened(path: Path) -> BinaryIO:
             return path.open("rb")
     except PermissionError as error:
         raise PermissionError(
-            f"Cannot read the recipe {path}: make its folder, and all files in it, readable for "
+            f"Cannot read the recipe {path}: make its folder, and all files in it, readable by "
             "this user."
         ) from error
     except (OSError, ValueError) as error:  # A null character in the name raises ValueError.

@@ -59,7 +59,7 @@ class Tails:
         self._kept: list[_Tail] = []  # Least recently used first.
 
     def begin(self, prepared: Prepared, options: GenerateOptions) -> Start:
-        """Look up the longest cached prefix of a prompt's final block, except its last token.
+        """Look up the longest cached prefix of a prompt's final block, without its last token.
 
         Tails are neither used nor kept in full mode, with beams, speculative decoding or options
         for transformers' ``generate``, if the recipe recomputes tokens, or in autocast or training.
