@@ -36,7 +36,7 @@ class DeviceRelay:
 
     Args:
         layouts: Rotary layout of each layer.
-        outline: Head count, head size and dtype of all keys and values, which must be equal.
+        outline: Head count, head size and dtype, equal for all keys and values of all layers.
         programs: Number of kernel programs that fully occupy the device.
     """
 
@@ -53,7 +53,7 @@ class DeviceRelay:
         self.device = device
         self._programs = programs
         self.layouts = layouts
-        # The kernel always rotates: other layers get a single dimension pair with frequency 0.
+        # The kernel always rotates, so layers without rotation get one pair with frequency 0.
         none = RotaryLayout(torch.zeros(1), "half")
         self._layouts = [layout if layout.rotates else none for layout in layouts]
         layers = len(layouts)
@@ -82,7 +82,7 @@ class DeviceRelay:
         return self._tail.shape[3]
 
     def reads(self, context: Context) -> bool:
-        """Whether the kernel can read all blocks of a context in place."""
+        """Whether a context fits in the tables, and the kernel can read its blocks in place."""
         chunks = sum(-(-tokens // CHUNK_TOKENS) for tokens in context.lengths)
         if len(context.blocks) >= MOST_BLOCKS or chunks > MOST_CHUNKS:
             return False
@@ -130,7 +130,7 @@ class DeviceRelay:
     def begin(self, start: int, tokens: int) -> None:
         """Prepare a forward pass over ``tokens`` new tokens after ``start`` tail tokens.
 
-        This may move the tail, which invalidates graphs.
+        This may move the tail, which invalidates CUDA graphs.
         """
         if start + tokens > self.room:
             self._grow(start + tokens)

@@ -59,10 +59,8 @@ _logger = logging.getLogger(__name__)
 
 @cache
 def fastest_flash(device: torch.device, dtype: torch.dtype, size: int) -> FlashKernel:
-    """Return the fastest of ``exact_kernels``, which are timed once per process.
-
-    If no package is installed, PyTorch's kernel is returned without a comparison.
-    """
+    """Return the fastest of ``exact_kernels``, timed once per process for the same arguments.
+    Without an installed package, return PyTorch's kernel without testing it."""
     if not _packages(device):
         return _by_pytorch
     kernels = exact_kernels(device, dtype, size)
@@ -99,8 +97,8 @@ def elapsed_s(work: Callable[[], object], device: torch.device) -> float:
 
 
 def aligned(states: Tensor) -> Tensor:
-    """Return ``states``, or a copy if its rows are not aligned to 16 bytes. CUDA kernels assume
-    this alignment even along dimensions of length 1."""
+    """Return ``states``, or a copy if its rows are not contiguous and aligned to 16 bytes. CUDA
+    kernels assume this alignment even along dimensions of length 1."""
     *steps, last = states.stride()
     begins = (step * states.itemsize % 16 for step in (*steps, states.storage_offset()))
     if last == 1 and not any(begins):
@@ -132,7 +130,7 @@ def _by_package(
     return output.transpose(1, 2), lse
 
 
-# With few queries, most of a GPU is idle unless keys are split. With 0, the package decides.
+# With few queries, most of a GPU is idle unless keys are split. 0 lets the package choose.
 _SPLIT = {"num_splits": 0}
 _PACKAGES: dict[str, tuple[str, dict[str, Any], range]] = {
     "FlashAttention 2": ("flash_attn", {"return_attn_probs": True}, range(8, 100)),
@@ -143,7 +141,7 @@ _PACKAGES: dict[str, tuple[str, dict[str, Any], range]] = {
     ),
     "FlashAttention 4": ("flash_attn.cute", {"return_lse": True} | _SPLIT, range(9, 100)),
 }
-"""Module, options of its ``flash_attn_func``, and supported major compute capabilities."""
+"""By name: module, options of its ``flash_attn_func``, supported major compute capabilities."""
 
 
 @cache
@@ -153,7 +151,7 @@ def _packages(device: torch.device) -> dict[str, FlashKernel]:
     for name, (module, options, capabilities) in _PACKAGES.items():
         try:
             function = import_module(module).flash_attn_func
-        except Exception as error:  # noqa: BLE001 -- for example another PyTorch version
+        except Exception as error:  # noqa: BLE001 -- for example, built for another PyTorch
             _logger.info("Not using %s, because it cannot be imported: %s", name, error)
             continue
         if torch.cuda.get_device_capability(device)[0] in capabilities:

@@ -2,7 +2,7 @@
 
 Shapes: ``B`` requests, ``K`` key-value heads, ``Q`` query rows, ``N`` key tokens, ``D`` head size.
 
-Every kernel takes:
+A ``Kernel`` takes:
 
 - ``query``: Queries ``[B, K, Q, D]``. Query heads that share keys are folded into rows, so that
   keys are never repeated.
@@ -11,9 +11,7 @@ Every kernel takes:
 - ``mask``: Bool, broadcastable to ``[B, K, Q, N]``, True where a key is visible. None: all keys are
   visible.
 
-``attend_plain`` also supports a soft cap on scores: ``cap * tanh(score / cap)``.
-
-``attend`` runs the fastest kernel that is exact for its arguments.
+``attend`` and ``attend_plain`` also support a soft cap on scores: ``cap * tanh(score / cap)``.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ from blockattn_rag.attention.merge import LEAST_LSE, Partial
 Kernel = Callable[[Tensor, Tensor, Tensor, float, Tensor | None], Partial]
 
 MOST_SCORES = 1 << 24
-"""Maximum number of attention scores in memory at a time."""
+"""Maximum number of scores that ``attend`` computes at a time without a fused kernel."""
 
 _HALF = (torch.float16, torch.bfloat16)
 _FUSED_DTYPES = (torch.float32, *_HALF)
@@ -86,7 +84,7 @@ def attend(
 
 
 def kernel_for(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Kernel:
-    """Select the fastest exact kernel for tensors of these shapes, dtypes and device."""
+    """Select the fastest kernel that is exact for these tensors and this mask."""
     if query.shape[-1] != value.shape[-1] or not key.shape[2]:
         return attend_plain  # Fused kernels require equal head sizes and at least one key.
     if query.dtype not in _FUSED_DTYPES or torch.is_grad_enabled():
@@ -99,8 +97,8 @@ def kernel_for(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = 
 def cuda_kernel_for(query: Tensor, mask: Tensor | None) -> Kernel:
     """Select the fastest exact CUDA kernel for a query in float32, float16 or bfloat16.
 
-    The flash kernel does not support masks. The memory-efficient kernel supports head sizes that
-    are multiples of 16 bytes. Other queries, and GPUs older than Ampere, use the plain kernel.
+    The flash kernel supports neither masks nor float32. The memory-efficient kernel supports heads
+    whose size is a multiple of 16 bytes. Otherwise, and before Ampere, the plain kernel is used.
     """
     size = query.shape[-1]
     if mask is None and takes_flash(query.device, query.dtype, size):
@@ -124,7 +122,7 @@ def attend_plain(
     mask: Tensor | None = None,
     cap: float | None = None,
 ) -> Partial:
-    """Compute attention in float32, as a reference that other kernels are tested against."""
+    """Compute attention in float32 without a fused kernel. Other kernels are tested against it."""
     scores = (query.float() @ key.float().mT).mul_(scale)
     if cap is not None:
         scores = capped(scores, cap)
@@ -249,7 +247,8 @@ def _additive_mask(mask: Tensor, query: Tensor) -> Tensor:
 
 
 def _without_masked_rows(output: Tensor, lse: Tensor, mask: Tensor | None) -> Partial:
-    """Set fully masked rows to 0 and -inf, because fused kernels return an average for them."""
+    """Set the output of fully masked rows to 0, and their log-sum-exp to -inf, because fused
+    kernels return an average for them."""
     output, lse = output.float(), lse.float()
     if mask is not None:
         masked = mask.any(dim=-1).logical_not().expand(lse.shape)

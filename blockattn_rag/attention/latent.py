@@ -41,7 +41,7 @@ class LatentMap(NamedTuple):
 
 
 def latent_states(keys: Tensor, latents: Tensor) -> tuple[Tensor, Tensor]:
-    """Join rotary keys and latents ``[1, tokens, ...]`` into shared keys and values
-    ``[1, tokens, P + R]``. They are the same tensor, because fused kernels require equal sizes."""
+    """Join rotary keys and latents ``[1, tokens, ...]`` into a tensor ``[1, tokens, P + R]``, which
+    is returned as both keys and values, because fused kernels require equal head sizes."""
     joined = torch.cat([keys, latents], dim=-1)
     return joined, joined

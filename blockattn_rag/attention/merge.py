@@ -42,7 +42,7 @@ def merge(parts: Sequence[Partial]) -> Partial:
     lse = lses.logsumexp(dim=0)
     weights = (lses - lse.clamp_min(LEAST_LSE)).exp().unsqueeze(-1)
     output = parts[0].output * weights[0]
-    # Add one part at a time, because a stack of all outputs would not fit in the CPU cache.
+    # Add one part at a time, because a stack of all outputs may not fit in the CPU cache.
     for part, weight in zip(parts[1:], weights[1:], strict=True):
         output.addcmul_(part.output, weight)
     return Partial(output, lse)

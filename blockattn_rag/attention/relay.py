@@ -1,9 +1,9 @@
 """Relay attention: reads stored blocks in place, once for all requests in a batch.
 
-Attention scores depend only on the distance between query and key. Relay attention therefore leaves
-a block's keys unchanged, and rotates the few queries in the opposite direction, once per block. The
-partial results are merged by their log-sum-exp. Keys are not copied, rotated or rounded again,
-except in small blocks, which are joined (``JoinLimits``).
+Positions affect attention scores only through the distance between query and key. Relay attention
+therefore leaves a block's keys unchanged, and rotates the few queries in the opposite direction,
+once per block. The partial results are merged by their log-sum-exp. Keys are not copied, rotated or
+rounded again, except in quantized blocks, latent layers, and joined small blocks (``JoinLimits``).
 
 The *tail* is the final block and the generated tokens.
 
@@ -34,15 +34,16 @@ from blockattn_rag.kv.context import Context
 from blockattn_rag.kv.rope import RotaryLayout
 
 RELAY_FINAL_TOKENS = 1024
-"""Maximum size of a final block in tokens for relay attention. Beyond this, rotating the queries
-for each stored block costs more than rotating all keys once."""
+"""Maximum tokens in a final block for which ``assembly="auto"`` uses relay attention. Beyond this,
+rotating the queries for each stored block costs more than rotating all keys once."""
 
 
 class JoinLimits(NamedTuple):
     """Block sizes in tokens below which blocks are joined into segments, for speed.
+    ``decode_tokens`` applies to forward passes of one token, ``prefill_tokens`` to all others.
 
-    Segments are about as long as the limit. Joined blocks are temporary copies that are freed when
-    the answer is complete. 0 disables joining.
+    Joined segments are one to two times as long as the limit; the last one may be shorter. They are
+    temporary copies that are freed when the answer is complete. 0 disables joining.
     """
 
     prefill_tokens: int
@@ -57,9 +58,10 @@ ACCELERATOR_JOINS = JoinLimits(prefill_tokens=131_072, decode_tokens=131_072)
 
 
 class LayerReads(NamedTuple):
-    """Tensors of a block that a layer of a model reads: those of the block's layer ``place``.
+    """What a layer of the model reads from blocks: the tensors of the blocks' layer ``place``.
 
-    ``latent``: Maps from latents to keys and values. None: the blocks contain keys and values.
+    ``window``: Sliding window in tokens. None: no window. ``latent``: Maps from latents to keys and
+    values. None: the blocks contain keys and values.
     """
 
     place: int
@@ -108,10 +110,10 @@ class RelayPlan:
         return self._tables[key]
 
     def attend(self, layer: int, inputs: AttentionInputs) -> Tensor:
-        """Compute attention of the final block's queries to all blocks and to the tail.
+        """Compute attention of the newest tokens of the tail to all blocks and to the tail.
 
-        ``inputs`` contain the tail's keys, values and mask. If layers have windows, padding is not
-        supported. Returns ``[B, H, tokens, D]`` in the query's dtype.
+        ``inputs`` contain the tail's keys, values and mask. In layers with windows, the tail must
+        have no padding. Returns ``[B, H, tokens, D]`` in the query's dtype.
         """
         query, tail_key, tail_value, scale, tail_mask, cap, sinks = inputs
         batch, heads, tokens, _ = query.shape
@@ -143,9 +145,9 @@ class RelayPlan:
 def _takes_one_softmax(table: SegmentTable, query: Tensor, value: Tensor) -> bool:
     """Whether to use ``single_softmax`` instead of the kernels.
 
-    True only for one request on the CPU in float32, without gradients or quantized blocks. Other
-    dtypes would round the scores, other devices have faster kernels, gradients need the tensors
-    that ``single_softmax`` overwrites, and quantized blocks would all be dequantized at once.
+    True only for one row on the CPU in float32, without gradients, autocast, and repeated or
+    quantized blocks. Other dtypes round the scores, other devices have faster kernels, gradients
+    need tensors that are overwritten, and quantized blocks would all be dequantized at once.
     """
     is_single = len(query) == 1 and table.is_one_each and not table.is_dequantized
     is_exact = query.is_cpu and query.dtype == value.dtype == torch.float32

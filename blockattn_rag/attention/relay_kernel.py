@@ -3,8 +3,8 @@
 Each program reads some chunks of blocks in place, for one key-value head and some query rows. It
 rotates its queries once per chunk, by minus the block's shift, and maintains one online softmax. A
 second kernel merges the programs' results by their log-sum-exp (RelayAttention, equations 4-6).
-Everything that differs between requests is read from tensors, so one CUDA graph supports contexts
-of any length.
+Everything that differs between requests is read from tensors, so one CUDA graph supports all
+contexts that fit in the tables.
 
 Shapes: ``H`` query heads, ``K`` key-value heads, ``T`` tokens, ``D`` head size.
 """

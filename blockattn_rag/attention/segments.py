@@ -49,9 +49,8 @@ class Segment(Context):
     """One or more blocks that occur in the same requests at the same relative positions.
 
     A single block is read in place. If it is quantized, every read dequantizes it. Several blocks,
-    and rotary keys with latents, are joined into one tensor per layer on the layer's first read.
-
-    Blocks are ordered by start. Shifts and starts are relative to the segment.
+    and rotary keys with latents, are joined on a layer's first read, and then kept.
+    Blocks are ordered by start. Shifts and starts are relative to the segment's first block.
     """
 
     readers: Sequence[Reader]
@@ -76,19 +75,17 @@ class Segment(Context):
 
 
 def segments_of(contexts: Sequence[Context], tokens: int) -> list[Segment]:
-    """Create segments for all distinct blocks. Blocks of fewer than ``tokens`` tokens are
-    joined."""
-    # Keyed by digest, because two requests may have loaded the same block from disk separately. The
-    # flag distinguishes quantized from unquantized copies.
+    """Create segments for all distinct blocks. Joins blocks of fewer than ``tokens`` tokens."""
+    # Keyed by digest, because two requests may have loaded the same block from a store separately.
+    # The flag distinguishes quantized from unquantized copies.
     readers: dict[tuple[str, bool], tuple[BlockKV, list[Reader]]] = {}
     for request, context in enumerate(contexts):
         for kv, start, shift in context.blocks:
             same = kv.digest, kv.scales is None
             readers.setdefault(same, (kv, []))[1].append(Reader(request, shift, start))
     segments: list[Segment] = []
-    # Small blocks, grouped by their readers' requests, and by positions relative to the first
-    # reader. Other blocks may lie between them, because attention only depends on the keys'
-    # positions.
+    # Small blocks, grouped by their readers, relative to the first reader's shift and start. Other
+    # blocks may lie between them, because attention only depends on the keys' positions.
     small: dict[tuple[Reader, ...], list[PlacedBlock]] = {}
     for kv, pairs in readers.values():
         if kv.num_tokens >= tokens:
@@ -204,8 +201,7 @@ class SegmentTable:
         """Iterate over the keys and values ``[K, N, D]`` of each segment, from the first visible
         key. Yields None for segments without a visible key if ``is_one_each``.
 
-        Blocks are dequantized one at a time, so that they are not all in memory at once.
-
+        Segments of one quantized block are dequantized one at a time, to save memory.
         ``are_latents``: Whether the layer has rotary keys and latents; see ``latent_states``.
         """
         for segment, (first, _) in zip(self.segments, views, strict=True):

@@ -22,13 +22,13 @@ from blockattn_rag.model.sampling import Sampling
 from blockattn_rag.prompts.blocks import Block
 from blockattn_rag.prompts.sinks import sink_ids
 
-# Lengths of the context blocks, including a single token, and of the final block.
+# Tokens in each context block (one has a single token), and in the final block.
 _BLOCK_TOKENS = (24, 1, 17, 12)
 _SINK_TOKENS = 4
 _NEW_TOKENS = 8
 _EXACT = (torch.float32, torch.float64)
 _MARGIN = 2
-"""Budget in multiples of the rounding error. Exact models stay below 1."""
+"""Budget in multiples of the rounding error. Exact block mode stays below 1."""
 _BOUNDARY_TEXT = "Halden Tower is 214 metres tall.\n\nIt was built in 1931."
 
 
@@ -58,9 +58,10 @@ class CheckReport:
 def check_model(model: BlockModel, recipe: Recipe | None = None) -> CheckReport:
     """Run every check on a loaded model.
 
-    In float32, the relative error of logits must not exceed 1e-4. For 16-bit types, the budget is
-    derived from the model's rounding error: the change in full attention's logits when each
-    embedding changes by one rounding step. With a ``recipe``, block mode is also checked with it.
+    In float32 and float64, the relative error of logits must not exceed 1e-4. For 16-bit types, the
+    budget is twice the model's rounding error (the change in full attention's logits when each
+    embedding changes by one rounding step), within the limits of ``probe.LOGITS``. With a
+    ``recipe``, block mode is also checked with it.
     """
     generator, vocabulary = torch.Generator().manual_seed(1), vocabulary_size(model.hf_model)
     blocks: list[list[int]] = [
@@ -111,8 +112,8 @@ def _layout_row(model: BlockModel) -> CheckRow:
 def placed_context(
     model: BlockModel, blocks: list[list[int]], sink: Sequence[int] = (), recipe: Recipe = PLAIN
 ) -> Context:
-    """Encode blocks of token ids, and place them in order with the recipe's positions. ``sink`` and
-    the recipe's adapter apply to all blocks except the first."""
+    """Encode blocks of token ids, and place them in order with the recipe's positions. ``sink``
+    (token ids) and the recipe's adapter apply to all blocks except the first."""
     sinks = [sink if index else () for index in range(len(blocks))]
     requests = [
         EncodeRequest(ids, f"{ids}, {before}", "", before)
@@ -148,7 +149,8 @@ def _full_logits(model: BlockModel, blocks: list[list[int]]) -> Tensor:
 
 
 def _block_logits(model: BlockModel, context: Context, final_ids: list[int]) -> Tensor:
-    """Block-mode logits after each token of the final block. The added 0 is not an input."""
+    """Block-mode logits after each token of the final block. The added 0 is a placeholder for the
+    predicted token, which the model does not process."""
     first, *others = final_ids
     return model.answer_logits((), [first], [*others, 0], model.cache_for(context)).float()
 
@@ -190,7 +192,7 @@ def _greedy_row(model: BlockModel, blocks: list[list[int]]) -> CheckRow:
 
 
 def _boundary_row(model: BlockModel) -> CheckRow:
-    """Check that decoding a block's tokens restores its text, with nothing added or lost."""
+    """Check whether decoding a block's tokens restores its text, ignoring outer white space."""
     block = Block(_BOUNDARY_TEXT)
     ids = model.tokenizer.block_ids(block, first=False)
     decode: Callable[..., str] = model.tokenizer.tokenizer.decode

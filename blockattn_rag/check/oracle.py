@@ -3,9 +3,9 @@
 The oracle runs one dense forward pass over all tokens of the prompt, with an explicit block mask.
 Nothing is stored, moved or merged. With an adapter, the final block attends to each passage's
 adapted keys and values, and other tokens attend to the original keys and values. The formula of
-``model.correction`` is evaluated block by block, in float64, with explicit attention weights. State
-layers run segment by segment: a segment is a block with its sink, or the prompt's first block with
-the final block. No state is stored or set, and no code is shared with ``model.states``.
+``model.correction`` is evaluated block by block in float64, as is attention. State layers run
+segment by segment: a segment is a context block with its sink, or the first and the final block
+together. No state is stored or set, and no code is shared with ``model.states``.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def oracle_logits(
     Args:
         sink_ids: Sink tokens before each block except the first and the final block. Only the
             following block attends to them.
-        adapter: Adapter for the keys and values of passages, which the final block attends to.
+        adapter: Adapter of the passages' keys and values, for the final block's attention to them.
         layouts: Rotary layout of each adapter layer.
         layers: Model layer that each adapter layer belongs to. Default: 0, 1, ...
     """
@@ -137,9 +137,7 @@ def oracle_generate(
     **recipe: Any,
 ) -> list[int]:
     """Generate greedily with one dense forward pass per token. New tokens extend the final block.
-
-    ``recipe``: Additional arguments for ``oracle_logits``.
-    """
+    Returns them, with the end token. ``recipe``: Additional arguments for ``oracle_logits``."""
     blocks = [list(block) for block in block_ids]
     new: list[int] = []
     while len(new) < max_new_tokens and not (new and new[-1] in end_ids):
@@ -169,7 +167,7 @@ class RecipeOracle:
         self._sink_ids = ids_of_sink(recipe.sink, model.tokenizer)
         self._arguments = recipe_arguments(model, recipe)
         ids = model.tokenizer.prompt_ids(prompt)
-        # Do not use the tokenizer's split, because engines use it, and the oracle verifies it.
+        # Promote passages without `with_final_ids`, so that errors in it are detected.
         is_passage = [block.is_passage for block in prompt.context]
         stay, promoted = len(ids.context), min(recipe.promote, sum(is_passage))
         while sum(is_passage[stay:]) < promoted:
@@ -191,7 +189,8 @@ class RecipeOracle:
 
 
 def _masks(hf_model: PreTrainedModel, lengths: Sequence[int], sink_length: int) -> Any:
-    """Additive masks ``[1, 1, n, n]``: 0 where a token is visible, else the dtype's minimum."""
+    """Additive mask ``[1, 1, n, n]``: 0 where a token is visible, else the dtype's minimum. If only
+    some layers have a sliding window, returns a mask for each layer type."""
     layers = DynamicCache(config=hf_model.config).layers
     windows = {getattr(layer, "sliding_window", None) for layer in layers}
     lowest = torch.finfo(hf_model.dtype).min
@@ -217,8 +216,8 @@ def adapting(
     layouts: Sequence[RotaryLayout],
     layers: Sequence[int],
 ) -> Iterator[None]:
-    """Replace the model's attention within the ``with`` block if there is an adapter, or if the
-    attention does not support masks (Flash Attention)."""
+    """Replace the model's attention within the ``with`` block if there is an adapter, or if it is
+    neither eager nor sdpa. Other implementations may not support dense masks."""
     before = hf_model.config._attn_implementation
     if adapter is None and before.endswith(("eager", "sdpa")):
         yield

@@ -1,4 +1,4 @@
-"""Server check: asks a question in block mode and in full mode through the OpenAI route."""
+"""Server check: asks a question in block mode and in full mode through the OpenAI API."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NEW_TOKENS = 24
 
 @dataclass(frozen=True, slots=True)
 class ServerReport(CheckReport):
-    """Results of one server's checks, and its answers in block mode (if it ran) and full mode."""
+    """Results of a server's checks, and its answers in block mode (None: not run) and full mode."""
 
     info: ServerInfo
     block: str | None
@@ -29,11 +29,11 @@ class ServerReport(CheckReport):
 
 
 def check_server(client: ServerClient) -> ServerReport:
-    """Store passages, and ask a question in both modes and with the passages in another order.
+    """Store two passages, and ask about them in full mode, and in block mode in both orders.
 
     The passages are always the same, so repeated checks leave at most two entries in the store. The
-    checks require that block mode uses every passage that is not promoted, and encodes each passage
-    once. Answers may differ between the modes if the model was not fine-tuned for block mode.
+    checks require that block mode uses every passage that is not promoted, and that later questions
+    reuse all passages. Answers are not compared between the modes, because they may differ.
     """
     info = client.info
     full, stats = _answer(client, "full", PASSAGES)

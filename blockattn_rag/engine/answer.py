@@ -29,8 +29,8 @@ class Prepared(NamedTuple):
     recomputed_tokens: int = 0  # Number of tokens to recompute.
 
     def recomputed(self, context: Context, chosen: Sequence[int], seconds: float) -> Prepared:
-        """Return a copy with the recomputed ``context``. ``chosen``: Sorted indices of the tokens
-        that were recomputed, of which those in missing blocks already count as computed."""
+        """Return a copy with the recomputed ``context``. ``chosen``: Sorted indices of recomputed
+        tokens. The statistics add ``seconds``, and count ``chosen`` tokens of hits as computed."""
         reused, end = 0, 0
         for block, is_hit in zip(self.context.blocks, self.is_hit, strict=True):
             start, end = end, end + block.kv.num_tokens
@@ -40,7 +40,7 @@ class Prepared(NamedTuple):
         return self._replace(context=context, stats=stats)
 
     def after(self, known: int) -> Prepared:
-        """Return a copy with ``known`` tokens of the final block counted as reused."""
+        """Return a copy in which ``known`` more tokens count as reused instead of computed."""
         stats = replace(
             self.stats,
             reused_tokens=self.stats.reused_tokens + known,
@@ -50,6 +50,8 @@ class Prepared(NamedTuple):
 
 
 class Answer:
+    """Answer to one request, which is generated token by token."""
+
     def __init__(self, pending: PendingRequest, prepared: Prepared, model: BlockModel) -> None:
         self.pending = pending
         self._prepared = prepared
@@ -94,9 +96,9 @@ class Answer:
         self._show()
 
     def push_row(self, token: int, *, completes: bool) -> bool:
-        """Add the newest token of this answer's row in a batch, which is padding once the answer
-        has ended. Returns whether it has ended. ``completes``: Whether the last token completes the
-        answer."""
+        """Add the newest token of this answer's row in a batch, unless the answer has ended: later
+        tokens are padding. Returns whether the answer has ended. ``completes``: Whether to complete
+        the answer after its last token."""
         if self.pending.left or self.has_ended:
             return True
         self.push(token)

@@ -7,7 +7,7 @@ from typing import Any
 
 
 class Detokenizer:
-    """Converter of tokens to text that emits complete characters, up to the first stop string.
+    """Incremental detokenizer that emits complete characters, up to the first stop string.
 
     A token may be part of a character, so text is decoded from a short window of recent tokens, as
     in ``tokenizers.decoders.DecodeStream``. Unlike ``DecodeStream``, this class emits an incomplete
@@ -17,7 +17,7 @@ class Detokenizer:
     def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
         self._tokenizer = tokenizer
         self._stop = tuple(stop)
-        self.ids: list[int] = []  # Up to the token that completed a stop string.
+        self.ids: list[int] = []  # Up to the token that completed a stop string, if any.
         # The decoding window starts at token `_start`. Tokens before `_read` have been decoded.
         self._start = 0
         self._read = 0

@@ -40,40 +40,40 @@ if TYPE_CHECKING:
 
 
 class BlockAttentionEngine:
-    """Engine that answers prompts made of blocks, and reuses each block's keys and values.
+    """Engine that answers prompts made of blocks, and reuses the context blocks' keys and values.
 
     Thread-safe. Engines can share a model, which runs one request or batch at a time.
 
     Args:
         model: A loaded model. To load it by path or hub id, use ``from_pretrained``.
-        store: KV store, or path of a ``DirectoryStore``. Default: an in-memory store.
+        store: KV store, or its path or address (``open_store``). Default: 1 GiB in memory.
         recipe: How the model runs in block mode: ``"auto"``, settings such as ``"none"``,
             ``"fast"`` or ``"head+recompute:0.1"``, a ``Recipe``, or a recipe's folder. ``"auto"``
-            uses the model's recipe, or ``stock`` without one (docs/guides/stock_models.md).
-        resident_bytes: Maximum bytes of stored blocks to cache on the model's device. With 0, each
-            answer reads its blocks from the store. Up to another quarter of this size is used to
-            cache final blocks and answers for the next turn of a conversation (``engine.tails``).
-        kv_dtype: Type of new keys and values: ``"model"``, or ``"int8"`` for half or a quarter of
-            the size (``kv.quantization``). Stored blocks of either type can be read.
-        namespace: Isolates tenants: blocks stored under one namespace are invisible to others.
-            Empty: the default namespace.
+            uses the settings that the model was block-fine-tuned with, a recipe found for it, or
+            ``stock`` (docs/guides/stock_models.md).
+        resident_bytes: Maximum bytes of blocks to cache on the model's device. Default: 1 GiB. With
+            0, each answer reads its blocks from the store. Up to a quarter of this size is used in
+            addition for final blocks and answers, for the next chat turn (``engine.tails``).
+        kv_dtype: Dtype of new keys and values: ``"model"``, or ``"int8"``, about half the size of
+            16-bit and a quarter of float32 (``kv.quantization``). Blocks of both can be read.
+        namespace: Isolates tenants: blocks stored under one namespace are invisible to others,
+            unless they list it in ``read_namespaces``. Empty: the default namespace.
         read_namespaces: Other namespaces to read from, in order, such as ``("public",)`` for
             passages that tenants share. They are never written to.
-        read_only: Whether to only read blocks from the store. Answers compute missing blocks, and
-            cache them within ``resident_bytes``. The store may still record that an entry was used.
-        folder: Folder of the database that the store belongs to. ``recipe="auto"`` searches it
-            first.
-        stock: Settings of ``recipe="auto"`` for a stock model without a recipe.
+        read_only: Whether to only read from the store. Answers compute missing blocks, and cache
+            them within ``resident_bytes``; ``encode`` raises ``ValueError`` if a block is missing.
+            The store may still record that an entry was used.
+        folder: Folder of the database that the store belongs to; ``"auto"`` searches it first.
+        stock: Settings that ``recipe="auto"`` uses for a stock model without a recipe.
         positions: Override for the recipe's ``positions``: ``"reordered"`` or ``"composite"``.
-        on_miss: ``"compute"`` encodes and stores blocks that are not in the store. ``"error"``
-            raises ``MissError``, for benchmarks.
+        on_miss: ``"compute"`` encodes and stores passages that are not in the store. ``"error"``
+            raises ``MissError`` instead, for benchmarks.
         assembly: ``"relay"`` attends to blocks in place. ``"copy"`` concatenates them in new
-            tensors. ``"auto"`` uses relay if the model supports it and the final block is short,
-            except for single requests on a GPU.
+            tensors. ``"auto"`` chooses for each batch: relay where it is faster and supported.
 
     Raises:
-        ValueError: the recipe does not belong to the model, or an argument is out of range.
-        UnsupportedModelError: the model does not support ``assembly="relay"``.
+        ValueError: The recipe is damaged or of another model, or an argument is invalid.
+        UnsupportedModelError: The model does not support the recipe, or ``assembly="relay"``.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class BlockAttentionEngine:
 
     @property
     def model(self) -> BlockModel:
-        """The model. It cannot be replaced: create an engine for each model."""
+        """The engine's model. To use another model, create another engine."""
         return self._model
 
     @property
@@ -173,10 +173,10 @@ class BlockAttentionEngine:
 
     @property
     def passages(self) -> PassageIndex:
-        """Index of encoded passages, used to find them in prompts without markers.
+        """Index of encoded passages, used to recognize them in prompts without markers.
 
         Raises:
-            ValueError: the store does not support an index.
+            ValueError: The store does not support an index.
         """
         return self._fetcher.passages or PassageIndex(self.store)
 
@@ -192,8 +192,8 @@ class BlockAttentionEngine:
         """Compute and store the KV of texts that are not stored yet.
 
         Args:
-            texts: Passages, or a ``BlockPrompt`` whose context is encoded. A prompt's first block
-                has a BOS token, so it is not shared with a passage of the same text.
+            texts: Passages, or a ``BlockPrompt`` whose context is encoded. The first block of a
+                prompt has the BOS token and no sink, unlike a passage with the same text.
             show_progress: Whether to show a progress bar.
             recipe: Recipe that overrides the engine's.
 
@@ -215,8 +215,8 @@ class BlockAttentionEngine:
         recipe: RecipeLike | None = None,
     ) -> EncodeStats:
         """Like ``encode``, but return statistics. ``as_prompt``: Whether the first block starts a
-        prompt. ``on_progress``: Called with the numbers of finished and of all tokens.
-        ``batch_tokens``: Maximum number of tokens in an encoding batch, including padding."""
+        prompt. ``on_progress``: Called with the number of finished tokens and the total.
+        ``batch_tokens``: Size of a batch in tokens. Default: ``BlockModel.batch_tokens``."""
         return precompute(
             self._fetcher,
             blocks,
@@ -251,23 +251,24 @@ class BlockAttentionEngine:
         """Answer a prompt.
 
         Args:
-            prompt: A ``BlockPrompt``, or a list whose last item is the final block.
+            prompt: A ``BlockPrompt``, or a list of texts whose last item is the final block.
             mode: ``"block"`` reuses blocks; ``"full"`` runs ordinary attention over the same
                 tokens.
             recipe: Recipe that overrides the engine's, for comparisons. Pass a ``Recipe`` rather
                 than its folder, which would be read on every call.
             max_new_tokens: Maximum number of tokens to generate, within the context window.
             temperature: Sampling temperature. 0 or None: greedy, ignoring ``top_p`` and ``top_k``.
-            top_p: Probability mass to sample from (nucleus sampling).
-            top_k: Number of most likely tokens to sample from.
+            top_p: Probability mass to sample from (nucleus sampling). None: the model's default.
+            top_k: Number of most likely tokens to sample from. None: the model's default.
             stop: Strings that end the answer. They are removed from its text.
             seed: Random seed for sampling.
             generate_kwargs: ``response_format``, ``structured_outputs``, and arguments for
                 transformers' ``generate``.
 
         Raises:
-            ContextOverflowError: the prompt does not fit in the model's context window.
-            MissError: a block is not stored and the engine has ``on_miss="error"``.
+            ContextOverflowError: The prompt does not fit in the model's context window.
+            MissError: A passage is not stored, and the engine has ``on_miss="error"``.
+            ValueError, TypeError: An option is invalid, misspelled, or a setting of the engine.
         """
         options = {
             "mode": mode,
@@ -289,11 +290,11 @@ class BlockAttentionEngine:
 
         Args:
             prompt: A prompt, or a function that creates it on the model's thread.
-            group: Concurrent calls that share a batch.
+            group: Group of concurrent calls whose requests should share a batch.
             options: As for ``generate``.
 
         Returns:
-            The pending request. ``result(timeout)`` waits for the answer, ``leave()`` cancels it.
+            The request. ``result(timeout)`` waits for its answer; ``leave()`` cancels the request.
         """
         pending = self._pending(prompt, options, group=group)
         self._scheduler.submit(pending)
@@ -302,7 +303,7 @@ class BlockAttentionEngine:
     async def agenerate(
         self, prompt: LatePrompt, *, group: Group | None = None, **options: Any
     ) -> Generation:
-        """Async ``generate``. Calls in the same iteration of the event loop share a batch.
+        """Async ``generate``. Calls in one iteration of the event loop may share a batch.
 
         Canceling the task stops the generation. See ``submit`` for ``prompt`` and ``group``.
         """
@@ -327,16 +328,15 @@ class BlockAttentionEngine:
     def generate_batch(
         self, prompts: Sequence[Prompt], *, batch_size: int = MAX_BATCH, **options: Any
     ) -> list[Generation]:
-        """Answer several prompts, in order. ``options`` are those of ``generate``.
+        """Answer several prompts. Returns the answers in order. ``options``: As for ``generate``.
 
-        Up to ``batch_size`` prompts share each forward pass, with at most
-        ``BlockModel.batch_tokens`` tokens (including contexts if the recipe recomputes tokens).
-        Prompts are answered one by one if a batch could change the answers: for models with sliding
-        windows, seeded sampling, beam search, and penalties.
+        Up to ``batch_size`` prompts share a forward pass, if they have at most
+        ``BlockModel.batch_tokens`` tokens to compute. Prompts are answered one by one if a batch
+        could change the answers: for models with sliding windows or states, and with seeded
+        sampling, beam search or penalties. The first error cancels the remaining prompts.
         """
         if not isinstance(batch_size, int) or batch_size < 1:
             raise ValueError(f"Invalid batch_size {batch_size!r}: expected an integer, 1 or more.")
-        # Resolve the recipe once for all prompts.
         options["recipe"] = self._recipe_of(options.get("recipe"))
         waiting = [self._pending(prompt, options, max_batch=batch_size) for prompt in prompts]
         return self._scheduler.submit_and_wait(*waiting)
@@ -344,7 +344,7 @@ class BlockAttentionEngine:
     def answer_logits(
         self, prompt: Prompt, answer_ids: Sequence[int], *, mode: Mode = "block", **options: Any
     ) -> torch.Tensor:
-        """Compute the model's logits for each token of an existing answer (teacher forcing).
+        """Compute the logits that predict each token of an existing answer (teacher forcing).
 
         Args:
             prompt: As for ``generate``.
@@ -355,7 +355,7 @@ class BlockAttentionEngine:
             Logits ``[answer tokens, vocab]`` in the model's dtype, on its device. The first row
             predicts the answer's first token.
 
-        Raises the same errors as ``generate``.
+        Raises the same errors as ``generate``, and ``ValueError`` if ``answer_ids`` is empty.
         """
         if not answer_ids:
             raise ValueError("answer_ids is empty: expected at least one token id.")

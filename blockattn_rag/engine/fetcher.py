@@ -1,4 +1,4 @@
-"""Fetching of blocks: from the store on a hit, from the model on a miss."""
+"""Fetches blocks: reads them from the store on a hit, and computes them on a miss."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ from blockattn_rag.store.passage_index import PassageIndex
 logger = logging.getLogger("blockattn_rag")
 
 OnMiss = Literal["compute", "error"]
-"""``compute``: encode and store blocks that are not stored yet. ``error``: raise ``MissError``."""
+"""``compute``: encode and store missing passages. ``error``: raise ``MissError`` for them."""
 
 PLAIN = Recipe()
 
 Name = tuple[str, str]
-"""Namespace and digest of a block, which identify it among a model's blocks."""
+"""Namespace and digest of a block. Together, they identify the block among a model's blocks."""
 
 _MOST_REMEMBERED = 4096  # Cached specs. The spec of a 256-token passage takes about 10 KiB.
 _MOST_TO_STORE = 4096
@@ -51,8 +51,8 @@ class BlockSpec(NamedTuple):
     """Identity of a block in the store, and the tokens that it is computed from."""
 
     keys: tuple[str, ...]  # Store key in each namespace.
-    namespaces: tuple[str, ...]  # To read. Only the first namespace is written to.
-    ids: list[int]  # A block without tokens has no keys and values.
+    namespaces: tuple[str, ...]  # Namespaces to read. Only the first is written to.
+    ids: list[int]  # Token ids. Empty: the block has no keys and values.
     digest: str  # Digest of the tokens, sink and adapter.
     encoded_digest: str  # Digest of the tokens and sink.
     block: Block
@@ -99,7 +99,7 @@ def _spec_of(
 
 
 def merge_specs(specs: Iterable[BlockSpec]) -> dict[Name, BlockSpec]:
-    """Merge blocks with the same name, join their handles, and drop blocks without tokens."""
+    """Merge specs with the same name, join their handles, and drop specs without tokens."""
     merged: dict[Name, BlockSpec] = {}
     for spec in specs:
         if spec.ids:
@@ -129,10 +129,10 @@ class Fetched(NamedTuple):
 
 
 class BlockFetcher:
-    """Reader of a store's blocks, which computes and stores missing blocks.
+    """Reads blocks from a store, computes missing blocks, and stores new passages.
 
-    Checks that each stored block is this model's KV for the requested tokens. The arguments are
-    those of ``BlockAttentionEngine``.
+    Checks that each stored block is this model's KV for the requested tokens. ``access`` combines
+    the namespace arguments of ``BlockAttentionEngine``; the other arguments are the engine's.
     """
 
     def __init__(
@@ -164,14 +164,14 @@ class BlockFetcher:
         self._spec = lru_cache(_MOST_REMEMBERED)(partial(_spec_of, model, access, sinks))
         self._cache = BlockCache(store, resident_bytes, read_only=access.read_only)
         self._outline = model.profile.token_outline
-        # Keys of blocks to store on their next use: system messages used once, and damaged entries.
+        # Keys to store on the next use: system messages used once, and blocks of damaged entries.
         self._to_store: set[str] = set()
 
     def specs(
         self, blocks: Sequence[Block], *, as_prompt: bool, recipe: Recipe = PLAIN
     ) -> list[BlockSpec]:
-        """Create the specs of blocks. ``as_prompt``: Whether the first block starts a prompt, so
-        that it has the BOS token, and is encoded without sink and adapter."""
+        """Create the specs of blocks. ``as_prompt``: Whether the first block starts a prompt. Such
+        a block has the BOS token, and neither sink nor adapter."""
         specs = []
         for index, block in enumerate(blocks):
             first = as_prompt and index == 0
@@ -180,13 +180,13 @@ class BlockFetcher:
         return specs
 
     def contains(self, block: Block, *, first: bool = False, recipe: Recipe = PLAIN) -> bool:
-        """Whether the store has an entry for a block. Its contents are not checked."""
+        """Whether the store has an entry for a block. Does not check the entry's contents."""
         (spec,) = self.specs([block], as_prompt=first, recipe=recipe)
         return any(key in self.store for key in spec.keys)
 
     def claim(self, spec: BlockSpec) -> bool:
-        """Mark a block's entry as just used, and record the block's handles in it. Returns whether
-        the store has an entry that appears intact."""
+        """Mark a block's entry as used now, and return whether one exists and appears intact. Adds
+        the spec's handles to an entry that the fetcher may write to."""
         own, *others = spec.keys
         if self.access.read_only:
             others = [own, *others]
@@ -197,8 +197,8 @@ class BlockFetcher:
     def fetch(self, context: Sequence[BlockSpec]) -> Fetched:
         """Get the KV of a prompt's context blocks, and compute missing blocks in batches.
 
-        New passages are stored, and system messages on their second use. All other text is only
-        kept in memory, where passages cannot hit it.
+        New passages are stored, and system messages on their second use, unless access is
+        read-only. Other blocks are only kept in memory, in the private part of the namespace.
         """
         specs = merge_specs(context)
         blocks = self._look_up([*specs.values()])
@@ -206,7 +206,7 @@ class BlockFetcher:
         passages = [spec for spec in missing if spec.keep.is_stored]
         if passages and self._on_miss == "error":
             raise MissError(
-                f"{len(passages)} of {len(context)} blocks are not in the store and "
+                f"{len(passages)} of {len(context)} blocks are not in the store, and "
                 f"on_miss='error'; the first is {passages[0].block.text[:60]!r}. Encode them "
                 "first (engine.encode), or use on_miss='compute'."
             )
@@ -227,7 +227,7 @@ class BlockFetcher:
         self, specs: Sequence[BlockSpec], batch_tokens: int | None = None
     ) -> Iterator[list[tuple[BlockSpec, BlockKV]]]:
         """Compute the KV of blocks in batches, skipping blocks without tokens. If the store has a
-        block's KV without the adapter, only the adapter is applied."""
+        block's KV without the adapter, and not as int8, only the adapter is applied."""
         requests: dict[str, EncodeRequest] = {}
         # Blocks in different namespaces may have the same tokens.
         waiting: dict[str, list[BlockSpec]] = {}
@@ -279,7 +279,7 @@ class BlockFetcher:
         return blocks
 
     def _note_error(self, spec: BlockSpec, error: StoreError) -> None:
-        if not is_damage(error):  # An unavailable store may not have an entry to overwrite.
+        if not is_damage(error):  # The store failed, so the entry may be intact.
             done = "the store is tried again next time"
         else:
             done = "kept in memory" if self.access.read_only else "the entry is overwritten"
@@ -311,11 +311,11 @@ class BlockFetcher:
 
 
 class BlockCache:
-    """In-memory cache of a store's most recently used blocks, which also writes to the store.
+    """In-memory LRU cache of a store's blocks, which also writes blocks to the store.
 
-    A cached block is not read again, so its file is only verified once. ``keep`` replaces a cached
-    block with a copy on the model's device. Blocks of a ``MemoryStore`` are not cached, because
-    they are already in memory, unless ``read_only`` requires leaving this store unchanged.
+    A cached block is not read from the store again, so its entry is only verified once. A
+    ``MemoryStore`` gets no cache, because its blocks are already in memory, unless ``read_only``
+    forbids adding blocks to it.
     """
 
     def __init__(self, store: KVStore, max_bytes: int, *, read_only: bool = False) -> None:
@@ -351,7 +351,7 @@ class BlockCache:
         self._store.put(key, kv)
 
     def keep(self, key: str, kv: BlockKV) -> None:
-        """Cache a block without storing it. A block in a ``MemoryStore`` is not replaced."""
+        """Cache a block without storing it. Without a cache, add it to the ``MemoryStore``."""
         if self._cached is None:
             if key not in self._store:
                 self._store.put(key, kv)

@@ -1,4 +1,4 @@
-"""Search for an engine's recipe."""
+"""Finds the recipe of an engine, and checks that the model can run it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ AUTO = "auto"
 
 _SHIPPED = Path(__file__).parent / "recipes"
 
-# Warnings logged for each model, so that each is only logged once, even with several engines.
+# Subjects of the warnings logged for each model: even with several engines, each is logged once.
 _warned_of: WeakKeyDictionary[object, set[str]] = WeakKeyDictionary()
 
 
@@ -55,8 +55,9 @@ def resolve_recipe(
         stock: Settings of ``"auto"`` for a stock model without a recipe.
 
     Raises:
-        ValueError: the recipe is missing or damaged, or does not belong to the model.
-        OSError: the recipe cannot be read.
+        ValueError: The recipe is missing, invalid or damaged, or does not belong to the model.
+        UnsupportedModelError: The model cannot use an adapter, or cannot recompute tokens.
+        OSError: The recipe cannot be read.
         TypeError: ``given`` has an unsupported type.
     """
     if given is None or given == AUTO:
@@ -83,7 +84,7 @@ def _settings(given: str | Path) -> Recipe | None:
 
 
 def check_fits(recipe: Recipe, model: AnyModel) -> None:
-    """Check that a model can run a recipe. Raises the same errors as ``resolve_recipe``."""
+    """Raise ``ValueError`` or ``UnsupportedModelError`` if a model cannot run a recipe."""
     if why := foreign(recipe, model):
         raise ValueError(
             f"{why} Use recipe='auto', or create a recipe for this model: {_repair(model)}."
@@ -124,7 +125,8 @@ def _automatic(model: AnyModel, store: KVStore, folder: Path | None, stock: str)
 
 
 def stock_recipe(model: AnyModel, stock: str = STOCK) -> Recipe:
-    """Recipe of a stock model for which none was fitted, from settings."""
+    """Create the recipe of a stock model from the settings ``stock``, or from ``FREE_SINK`` if they
+    recompute tokens and the model cannot."""
     if (settings := Recipe.of_text(stock)) is None:
         raise ValueError(f"Invalid settings {stock!r}: expected {TEXT_FORMS}.")
     if settings.recompute and not can_recompute(model):
@@ -135,7 +137,7 @@ def stock_recipe(model: AnyModel, stock: str = STOCK) -> Recipe:
 
 
 def recipe_in_use(model: AnyModel, store: KVStore, folder: Path | None = None) -> Recipe | None:
-    """The recipe that ``"auto"`` uses for a stock model, if it has an adapter and is intact."""
+    """Find a stock model's recipe for ``"auto"``. None if it is invalid or has no adapter."""
     try:
         found = _found(model, store, folder)
     except ValueError as error:
@@ -172,8 +174,8 @@ def _found(model: AnyModel, store: KVStore, folder: Path | None) -> Recipe | Non
 
 def _sources(model: AnyModel) -> Iterator[str]:
     """Paths that the model may have been loaded from. A name without a folder, such as ``tiny``,
-    only counts as a path if the weights were loaded from it: it may just be a label, and files in
-    the current directory must not change answers."""
+    only counts as a path if the weights were loaded from it: a label must not select files in the
+    current directory that change answers."""
     loaded = str(getattr(model.config, "_name_or_path", ""))
     if model.name == loaded or is_gguf(Path(model.name)) or Path(model.name).name != model.name:
         yield model.name
@@ -198,15 +200,15 @@ def _places(store: Path | None, models: Iterable[str], folder: Path | None) -> I
         except (FileNotFoundError, NotADirectoryError):
             continue
         except OSError:
-            if parent == folder:  # Loading the database's recipe raises this error.
+            if parent == folder:  # The caller loads this recipe, and raises the error.
                 yield place
 
 
 def known_digests(given: RecipeLike, store: str | Path | None, model: str) -> list[str]:
-    """Find the digests of all recipes that an engine may use, without loading its model.
+    """Find the digests of the recipes that an engine may use, without loading its model.
 
-    ``"auto"`` may use any recipe next to the store or in the model's folder, or the settings for
-    stock models. All other values of ``given`` have a single digest.
+    For ``"auto"``: those of ``STOCK``, and of recipes next to the store or in the model's folder.
+    Recipes shipped with the package are not included. Other values of ``given`` have one digest.
     """
     if isinstance(given, Recipe):
         return [given.digest]

@@ -20,7 +20,7 @@ _Batch = list[tuple[BlockSpec, BlockKV]]
 Run = Callable[[Callable[[], _Batch | None]], _Batch | None]
 """Function that runs another function on the model's thread, and returns its result."""
 
-# Blocks are sorted by length within windows of this size, which limits memory and padding.
+# Number of blocks that are sorted by length at a time, so that batches need little padding.
 _WINDOW = 256
 
 
@@ -46,7 +46,7 @@ class EncodeStats:
 def blocks_to_encode(texts: Sequence[str | Block] | BlockPrompt) -> tuple[list[Block], bool]:
     """Convert ``encode``'s argument to blocks. Also returns whether the first starts a prompt."""
     if isinstance(texts, str) or not isinstance(texts, (Iterable, BlockPrompt)):
-        raise TypeError(f"Expected a list of texts, found {type(texts).__name__}: pass [text]")
+        raise TypeError(f"Expected a list of texts, found {type(texts).__name__}: pass [text].")
     as_prompt = isinstance(texts, BlockPrompt)
     items = texts.context if isinstance(texts, BlockPrompt) else texts
     return [item if isinstance(item, Block) else Block(item) for item in items], as_prompt
@@ -63,16 +63,16 @@ def precompute(
     batch_tokens: int | None = None,
     recipe: Recipe = PLAIN,
 ) -> EncodeStats:
-    """Compute and store missing blocks, and index the passages, so that they are found in prompts
-    without markers. If interrupted, at most one batch is lost.
+    """Compute and store missing blocks, and index the passages, so that they are recognized in
+    prompts without markers. If interrupted, at most one batch must be computed again.
 
     Args:
-        run: Function that encodes one batch on the model's thread, so that answers can run between
+        run: Function that encodes one batch on the model's thread. Other requests may run between
             batches. Blocks are stored in the caller's thread.
         as_prompt: Whether the first block starts a prompt, and therefore has the BOS token.
-        on_progress: Called with the numbers of tokens in finished blocks and in all distinct
+        on_progress: Called with the number of tokens in finished blocks and in all distinct
             blocks: first for the blocks that are already stored, then after each block.
-        batch_tokens: Maximum number of tokens in an encoding batch, including padding.
+        batch_tokens: Size of a batch in tokens. Default: ``BlockModel.batch_tokens``.
     """
     started = time.perf_counter()
     specs = [*merge_specs(fetcher.specs(blocks, as_prompt=as_prompt, recipe=recipe)).values()]
@@ -111,8 +111,8 @@ def progress(
     on_progress: Callable[[int, int], None] | None,
     unit: str = "tokens",
 ) -> Iterator[Callable[[int], None]]:
-    """Yield a function that reports newly finished tokens to a progress bar and a callback.
-    Progress is measured in tokens, because short blocks are computed first."""
+    """Yield a function that reports newly finished work to a progress bar and a callback.
+    Work is measured in tokens (or another ``unit``), because blocks differ in length."""
     # The bar is created only on request: even a disabled bar starts a thread that outlives it.
     bar = tqdm(total=total, initial=done, desc=f"Encoding {unit}") if show else None
 

@@ -37,8 +37,9 @@ class GenerateOptions:
     def parse(cls, given: Mapping[str, Any], recipe: Recipe) -> GenerateOptions:
         """Parse the keyword arguments of ``generate``. ``recipe``: The resolved recipe.
 
-        Unknown arguments are passed to transformers' ``generate``. ``stop_strings`` is handled as
-        ``stop``, because transformers would also search the prompt for these strings.
+        Unknown arguments are passed to transformers' ``generate``, except engine settings and
+        misspelled options, which raise ``TypeError``. ``stop_strings`` is handled as ``stop``,
+        because transformers would also search the prompt for these strings.
         """
         rest = dict(given)
         rest.pop("recipe", None)

@@ -1,11 +1,11 @@
-"""RecipeOutline: the identity of a recipe, and its text form. Does not import torch.
+"""RecipeOutline: a recipe's settings, and their text form. Does not import torch.
 
 The text form lists the settings that need no fitting, joined by ``+``::
 
     none                  block mode as published
     head                  a sink; see ``prompts.sinks``
-    recompute:0.1         a share of the passages' tokens to recompute for each question
-    promote:1             passages at the end of the prompt to compute with the question
+    recompute:0.1         share of the passages' tokens to recompute for each question
+    promote:1             number of passages at the end of a prompt to compute with the question
     head+recompute:0.1    several settings
     fast                  the best settings that cost nothing per answer: the same as ``head:4``
 """
@@ -20,8 +20,8 @@ from typing import Any
 from blockattn_rag.prompts.sinks import NO_SINK, is_sink
 
 STOCK = "head+recompute:0.1"
-"""Settings of ``"auto"`` for a stock model without a recipe. They need no fitting, and preserve the
-most correct answers among such settings (docs/quality.md)."""
+"""Settings that ``"auto"`` uses for a stock model without a recipe. They need no fitting.
+docs/quality.md compares them with other settings."""
 
 STOCK_SOURCE = "stock model"
 """``Recipe.source`` of a recipe with the settings ``STOCK``."""
@@ -38,8 +38,8 @@ TEXT_FORMS = (
 
 @dataclass(frozen=True, slots=True)
 class RecipeOutline:
-    """A ``Recipe`` with a digest in place of its adapter. For the same model, recipes with equal
-    outlines lead to equal answers."""
+    """Settings of a ``Recipe``, with a digest in place of the adapter. For the same model, recipes
+    with equal outlines lead to equal answers."""
 
     sink: str
     adapter: str = ""  # Digest. Empty: no adapter.

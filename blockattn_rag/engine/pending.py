@@ -34,10 +34,10 @@ def to_block_prompt(prompt: LatePrompt) -> BlockPrompt:
 
 
 class Group:
-    """Concurrent calls whose requests should share a batch.
+    """Group of concurrent calls whose requests should share a batch.
 
-    Requests with ``options`` wait until each of the ``at_once`` running calls has submitted its
-    request, or has ended without a request, for example because its answer was cached.
+    At most ``at_once`` of the ``calls`` calls run at a time. Requests with ``options`` wait until
+    each running call has submitted one, or has ended, for example because its answer was cached.
     """
 
     _current: ContextVar[Group | None] = ContextVar("blockattn_group", default=None)
@@ -62,7 +62,7 @@ class Group:
             self._current.reset(token)
 
     def dissolve(self) -> None:
-        """Stop waiting for calls that have not started, because they may never start."""
+        """Stop waiting for further requests, because the remaining calls may never start."""
         with self._lock:
             self._remaining = 0
         self.on_change()
@@ -73,7 +73,7 @@ class Group:
         return group if group is not None and group._options == options else None
 
     def is_complete(self, waiting: int) -> bool:
-        """Whether all running calls have submitted a request. ``waiting``: Number of requests."""
+        """Whether all running calls have submitted a request. ``waiting``: Queued requests."""
         return waiting >= min(self._at_once, self._remaining)
 
 
@@ -102,8 +102,8 @@ class Pending(Generic[T]):
         self.answer.cancel()
 
     def result(self, timeout: float | None = None) -> T:
-        """Wait for the result, or raise the error that the work raised. ``timeout``: Seconds to
-        wait before the work is canceled."""
+        """Wait for the result, or raise the work's error. ``timeout``: Seconds until the work is
+        canceled and ``TimeoutError`` is raised. Default: no limit."""
         try:
             return self.answer.result(timeout)
         finally:
@@ -171,9 +171,9 @@ class PendingRequest(Pending[Generation]):
     """A prompt that is waiting for its answer.
 
     Args:
-        prompt: The prompt, or a function that creates it. The function may be slow, so it runs
-            outside the caller's thread, which may run an event loop.
-        needs: Future of the compiled grammar. Other requests may run before it is done.
+        prompt: The prompt, or a function that creates it. The function may be slow, so it runs on
+            the model's thread: the caller's thread may run an event loop.
+        needs: Future of the compiled grammar. Until it is done, other requests may run.
     """
 
     def __init__(
@@ -245,4 +245,4 @@ class PendingRequest(Pending[Generation]):
         )
 
     def _serve(self, batch: Sequence[Pending[Any]]) -> None:
-        self._runner.answer_batch(cast("Sequence[PendingRequest]", batch))  # see `joins`
+        self._runner.answer_batch(cast("Sequence[PendingRequest]", batch))  # See `joins`.

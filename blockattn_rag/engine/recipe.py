@@ -1,11 +1,10 @@
 """Recipes: settings for running a model in block mode.
 
 Models that are not block-fine-tuned answer less accurately in block mode than in full mode. A
-recipe reduces this loss, mainly by changing how passages are encoded, at no cost per answer.
-``blockattn-rag repair`` creates a recipe and saves it as a folder::
+recipe reduces this loss. Its sink and adapter change how passages are encoded, at no cost per
+answer. ``blockattn-rag repair`` creates a recipe and saves it as a folder::
 
-    recipe.json             the fields of ``Recipe`` with the measurements of ``repair``, its
-                            digest, and the names of the other files
+    recipe.json             the recipe's fields and digest, and the names of the other files
     adapter-*.safetensors   the adapter, if there is one
     report-*.png            plot of the measurements, if there is one
 """
@@ -39,7 +38,7 @@ from blockattn_rag.prompts.sinks import NO_SINK, check_sink
 
 @dataclass(frozen=True)  # Without slots: cached_property needs a __dict__.
 class Recipe:
-    """Settings for running a model in block mode. Equal recipes lead to equal answers.
+    """Settings for running a model in block mode. With equal recipes, a model gives equal answers.
 
     Args:
         sink: Prefix tokens that passages are encoded with, such as ``"head:4"``; see
@@ -47,19 +46,19 @@ class Recipe:
         adapter: Correction for passages' keys and values after encoding, fitted with ``sink``.
         promote: Number of passages at the end of a prompt to compute together with the question.
             They attend to everything before them, as in full attention.
-        recompute: Share of the other passages' tokens to recompute with full attention for each
-            question. The tokens that the question attends to most are chosen (``model.recompute``).
+        recompute: Share (0 to 1) of the other passages' tokens to recompute with full attention for
+            each question: the tokens that it attends to most (``model.recompute``).
         positions: ``"reordered"`` moves keys to their positions in the prompt. ``"composite"`` does
-            not (the papers' ablation).
+            not, as in the ablation studies of the Block-Attention and TurboRAG papers.
         fingerprints: Fingerprints of the models that the recipe belongs to. Empty: any model.
             Required with an adapter.
         model: Name of the model, for messages.
-        prompt_format: Prompt format that the adapter was fitted with.
-        report: Measurements of ``repair``, as plain JSON.
+        prompt_format: Name of the prompt format that the adapter was fitted with.
+        report: Measurements of ``repair``. Must be serializable as JSON.
         source: Origin of the recipe, for messages.
 
     Raises:
-        ValueError, TypeError: a field is invalid.
+        ValueError, TypeError: A field is invalid.
     """
 
     sink: str = NO_SINK
@@ -116,8 +115,8 @@ class Recipe:
             )
         if self.adapter.sink != self.sink:
             raise ValueError(
-                f"The adapter was fitted to sink={self.adapter.sink!r}, found sink={self.sink!r}: "
-                "use the adapter's sink, or fit a new adapter."
+                f"The adapter was fitted with sink={self.adapter.sink!r}, found sink={self.sink!r}"
+                ": use the adapter's sink, or fit a new adapter."
             )
 
     @cached_property
@@ -131,7 +130,7 @@ class Recipe:
         for any other text, such as a folder's path.
 
         Raises:
-            ValueError: a value is out of range.
+            ValueError: A value is out of range.
         """
         if (found := RecipeOutline.parsed(text)) is None:
             return None
@@ -152,7 +151,7 @@ class Recipe:
         return str(self.outline)
 
     def _fields(self) -> dict[str, Any]:
-        # Only written if set, so that recipes from earlier versions keep their digests.
+        # `recompute` is only written if set, so that older recipes keep their digests.
         return ({"recompute": self.recompute} if self.recompute else {}) | {
             "sink": self.sink,
             "adapter": self.adapter.digest if self.adapter else None,
@@ -174,8 +173,8 @@ class Recipe:
             plot: PNG image of the report.
 
         Raises:
-            ValueError, TypeError: the report is invalid, or ``folder`` contains other files.
-            OSError: the folder is not writable, or is locked by another process for over a minute.
+            ValueError, TypeError: The report is invalid, or ``folder`` contains other files.
+            OSError: The folder is not writable, or is locked by another process for over a minute.
         """
         fields = {"digest": self.digest, **self._fields(), "report": dict(self.report)}
         if (nbytes := len(json.dumps(fields, indent=2, allow_nan=False)) + 200) > MOST_JSON_BYTES:
@@ -195,8 +194,8 @@ class Recipe:
         """Read a recipe from its folder, and verify it and its adapter.
 
         Raises:
-            ValueError: the folder contains no recipe, or the recipe is damaged.
-            OSError: the recipe cannot be read.
+            ValueError: The folder contains no recipe, or the recipe is damaged or unsupported.
+            OSError: The recipe cannot be read.
         """
         folder = Path(folder).expanduser()
         return read_consistently(folder, lambda saved: cls._read(folder, saved))

@@ -31,7 +31,7 @@ MOST_JSON_BYTES = 16 << 20
 """Maximum size of ``recipe.json``, which every load reads completely."""
 
 ADAPTER, PLOT = "adapter-*.safetensors", "report-*.png"
-"""Names of parts, where ``*`` is the first 16 digits of the SHA-256 of their contents."""
+"""Names of parts, where ``*`` is the first 16 hex digits of the SHA-256 of their contents."""
 
 _LOCK = ".lock"
 _DIGEST = "[0-9a-f]{16}"
@@ -125,8 +125,8 @@ def part(folder: Path, kind: str, fields: RecipeFields) -> Path:
 def write_recipe(folder: Path, fields: Mapping[str, Any], parts: Mapping[str, bytes]) -> None:
     """Write a recipe to a folder. If interrupted, the old or the new recipe remains.
 
-    ``fields`` are those of ``recipe.json`` except ``version`` and ``files``. ``parts`` are contents
-    by ``ADAPTER`` and ``PLOT``.
+    ``fields``: Fields of ``recipe.json`` except ``version`` and ``files``. ``parts``: Contents of
+    the adapter and the plot, by ``ADAPTER`` and ``PLOT``.
     """
     if _LOCK not in _own_names(folder):
         check_replaceable(folder)  # Check the folder before creating anything in it.
@@ -191,7 +191,7 @@ def _opened(path: Path) -> BinaryIO:
             return path.open("rb")
     except PermissionError as error:
         raise PermissionError(
-            f"Cannot read the recipe {path}: make its folder, and all files in it, readable for "
+            f"Cannot read the recipe {path}: make its folder, and all files in it, readable by "
             "this user."
         ) from error
     except (OSError, ValueError) as error:  # A null character in the name raises ValueError.
@@ -219,7 +219,7 @@ def _is_own(path: Path) -> bool:
 
 
 def _is_recipe(path: Path) -> bool:
-    """Whether this is a recipe's ``recipe.json``, which may be damaged or of another version."""
+    """Whether a file is a recipe's ``recipe.json``, even if damaged or of another version."""
     with path.open("rb") as file:
         content = file.read(MOST_JSON_BYTES)
     try:

@@ -25,20 +25,20 @@ class ReuseStats:
 
     Args:
         mode: The request's mode.
-        hits: Number of context blocks reused from the store or from memory.
+        hits: Number of context blocks reused from the store, memory, or earlier in the prompt.
         misses: Number of context blocks computed.
-        reused_tokens: Prompt tokens whose KV came from the store, or from an earlier prompt with
+        reused_tokens: Prompt tokens whose KV was reused, from hits or from an earlier prompt with
             the same context (``engine.tails``).
         computed_tokens: Prompt tokens that were computed: missing blocks, the new part of the final
             block, and passage tokens that the recipe recomputes. Each token counts once.
         generated_tokens: Tokens in the answer.
-        fetch_s: Seconds to look up blocks, encode missing blocks, and recompute tokens.
+        fetch_s: Seconds to tokenize, look up and encode blocks, and recompute tokens.
         assemble_s: Seconds to assemble blocks into a KV cache.
         prefill_s: Seconds from the end of the assembly to the first token.
         ttft_s: Seconds from the call to the first token, including the wait for the model.
         total_s: Seconds from the call to the last token.
         int8_blocks: Context blocks whose KV is int8 (see ``kv_dtype`` of the engine).
-        recipe: Text form of the recipe. Empty in full mode.
+        recipe: The recipe as text (``str(recipe)``). Empty in full mode.
     """
 
     mode: Mode
@@ -105,8 +105,8 @@ class Generation:
 
     Args:
         text: Text of the answer up to a stop string, without control tokens.
-        token_ids: Token ids of the answer.
-        finish_reason: Reason why the answer ended.
+        token_ids: Token ids of the answer, including an end token or stop string.
+        finish_reason: Why the answer ended; see ``FinishReason``.
         stats: Statistics of the request.
     """
 
@@ -119,7 +119,7 @@ class Generation:
         """Parse the answer as JSON.
 
         Raises:
-            IncompleteAnswerError: the answer was cut off, or is not JSON.
+            IncompleteAnswerError: The answer was cut off, or is not JSON.
         """
         return complete_json(self.text, self.finish_reason)
 
@@ -129,7 +129,7 @@ class GenerationChunk:
     """A piece of a streamed answer.
 
     Args:
-        text: New text. May be empty in the last chunk.
+        text: New text. Empty in the last chunk.
         generation: The complete answer. Only set in the last chunk.
         token_ids: New tokens. Their text may follow in later chunks.
     """

@@ -28,7 +28,7 @@ from blockattn_rag.prompts.blocks import BlockPrompt
 
 
 class Runner:
-    """Part of an engine that answers its requests, on the model's thread."""
+    """Part of an engine that prepares and answers requests, on the model's thread."""
 
     def __init__(
         self,
@@ -155,9 +155,9 @@ class Runner:
     # -- answering ---------------------------------------------------------------------------
 
     def _batches(self, answers: Sequence[Answer]) -> list[list[Answer]]:
-        """Split requests into batches with equal token limits. A batch's forward pass, and its
-        recomputed contexts, have at most ``BlockModel.batch_tokens`` tokens, unless a single
-        request has more."""
+        """Split requests into batches with equal token limits. A batch of several requests has at
+        most ``BlockModel.batch_tokens`` tokens to compute, including padding: of final blocks, and
+        of contexts in full mode or if the recipe recomputes tokens."""
         batches: list[list[Answer]] = []
         widest = 0
         for answer in sorted(answers, key=lambda answer: answer.prepared.limit):
@@ -177,7 +177,7 @@ class Runner:
         return batches
 
     def _answer(self, answers: Sequence[Answer]) -> None:
-        """Answer requests in one batch. If the batch fails, answer the requests one by one."""
+        """Answer requests in one batch. If it fails, retry those without streamed text singly."""
         try:
             for answer, ids in zip(answers, self._generate(answers), strict=True):
                 answer.complete(ids)
@@ -206,7 +206,7 @@ class Runner:
             prompts = [self._recomputed(answer.prepared, options) for answer in answers]
             start = self._tails.begin(prompts[0], options) if len(prompts) == 1 else NOTHING
             for answer, prompt in zip(answers, prompts, strict=True):
-                # Only keep the statistics, because the answer outlives a recomputed context.
+                # Only keep the statistics: the answer would keep a recomputed context in memory.
                 stats = prompt.after(start.tokens).stats
                 answer.prepared = answer.prepared._replace(stats=stats)
             with _assembling(answers):
@@ -220,7 +220,7 @@ class Runner:
                 [(prompt.context_ids, prompt.final_ids) for prompt in prompts],
                 options.sampling,
                 cache=cache,
-                on_tokens=lambda tokens: [  # A single row is completed after its grammar's check.
+                on_tokens=lambda tokens: [  # A single answer is completed after its grammar check.
                     answer.push_row(token, completes=len(tokens) > 1)
                     for answer, token in zip(answers, tokens, strict=False)
                 ],

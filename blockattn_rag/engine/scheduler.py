@@ -1,8 +1,8 @@
 """Model scheduler: a queue, and the thread that processes it.
 
 All engines that share a model use one queue for answers, streams, batches, async calls and
-encoding. Waiting requests with equal options are answered in one batch. A request only waits for
-others if it is part of a group.
+encoding. Waiting requests of one engine with equal options share a batch if this leaves the answers
+unchanged. A request only waits for others to join its batch if it is part of a group.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Scheduler:
     # -- for callers -------------------------------------------------------------------------
 
     def submit(self, *work: Pending[Any]) -> None:
-        """Add all work items to the queue atomically. If the calling thread is already running a
-        model, it does the work itself: a logits processor that calls an engine would deadlock."""
+        """Add all work items to the queue atomically. A thread that is already running a model does
+        the work itself, because a logits processor that waits for the queue would deadlock."""
         if holds_a_model():
             for pending in work:
                 self._run([pending])
@@ -170,7 +170,7 @@ class Scheduler:
             self._changed.notify()
 
     def end(self) -> threading.Thread | None:
-        """Cancel all work, and return the thread, which is about to end, or None if idle."""
+        """Cancel all work, and end the thread. Returns the thread if it is still running."""
         with self._changed:
             self._has_ended = True
             for pending in (*self._running, *self._waiting):

@@ -21,7 +21,7 @@ from blockattn_rag.model.decoding import fills_in_order
 from blockattn_rag.model.probe import check_ready
 
 SHARE = 4
-"""Tails take at most a quarter of an engine's ``resident_bytes``, in addition to the blocks."""
+"""Tails may use ``1 / SHARE`` of an engine's ``resident_bytes``, in addition to its blocks."""
 
 _MOST = 64
 
@@ -50,7 +50,7 @@ class _Tail(NamedTuple):
 class Tails:
     """LRU cache for the tails of an engine's recent answers. Callers must hold the model's lock.
 
-    ``max_bytes`` limits the size of the keys and values. 0 disables the cache.
+    ``max_bytes``: Maximum size of all keys and values. 0 disables the cache.
     """
 
     def __init__(self, model: BlockModel, max_bytes: int) -> None:
@@ -59,10 +59,10 @@ class Tails:
         self._kept: list[_Tail] = []  # Least recently used first.
 
     def begin(self, prepared: Prepared, options: GenerateOptions) -> Start:
-        """Look up the cached prefix of a prompt's final block, which never includes the last token.
+        """Look up the longest cached prefix of a prompt's final block, without its last token.
 
-        Tails are neither used nor kept in full mode, with options for transformers' ``generate``,
-        if tokens are recomputed, or if the model's states may differ, for example in autocast.
+        Tails are neither used nor kept in full mode, with beams, speculative decoding or options
+        for transformers' ``generate``, if the recipe recomputes tokens, or in autocast or training.
         """
         if not self._max_bytes or options.mode != "block" or options.recipe.recompute:
             return NOTHING
@@ -83,7 +83,7 @@ class Tails:
         return Start(base, tokens, best.states)
 
     def keep(self, start: Start, prepared: Prepared, answer_ids: Sequence[int], cache: Any) -> None:
-        """Keep the tail of an answer that began with ``start``, except for the last token, whose
+        """Keep the tail of an answer that began with ``start``, except for its last token, whose
         keys and values were not computed."""
         ids = [*prepared.final_ids, *answer_ids[:-1]]
         before = len(prepared.context_ids)

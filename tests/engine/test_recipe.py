@@ -130,7 +130,7 @@ def test_invalid_values_are_refused(fields: dict[str, Any], expected: str) -> No
 
 def test_an_adapter_needs_a_sink_and_a_model(model: BlockModel) -> None:
     adapter = correction_of(model, sink="bos")
-    with pytest.raises(ValueError, match="fitted to sink='bos', found sink='head:4'"):
+    with pytest.raises(ValueError, match="fitted with sink='bos', found sink='head:4'"):
         Recipe("head:4", adapter, fingerprints=(model.fingerprint,))
     with pytest.raises(ValueError, match="requires the fingerprints"):
         Recipe("bos", adapter)
