@@ -274,7 +274,7 @@ def _adapted(
     rotary: RotaryLayout,
 ) -> tuple[Tensor, Tensor]:
     """Apply the adapter to the passages' keys and values ``[1, K, n, D]``."""
-    key, value = key.double(), value.double()
+    key, value = (states.to(torch.float64, copy=True) for states in (key, value))
     weight, bias = (tensor.to(key.device, key.dtype) for tensor in adapter.layers[layer])
     for block in range(1, int(layout.block[-1])):
         at = (layout.block == block) & ~layout.is_sink

@@ -75,7 +75,7 @@ def resolve_recipe(
     name = model.checkpoint.hub_id if model.checkpoint else model.name
     used = {"positions": recipe.positions, "sink": recipe.sink}
     if why := other_switches(name, model.tuned_with, used):
-        _warn_once(model, why)
+        _warn_once(model, why, about=why)
     return recipe
 
 

@@ -173,7 +173,7 @@ def _refuse_other_windows(model: PreTrainedModel, profile: AttentionProfile) -> 
     for part in ids.split(half, dim=1):
         positions = torch.arange(half)[None] + cache.get_seq_length()
         found = model(input_ids=part, position_ids=positions, past_key_values=cache)[0]
-    if relative_error(found, model(input_ids=ids, use_cache=False)[0][:, half:]) > 1e-2:
+    if not relative_error(found, model(input_ids=ids, use_cache=False)[0][:, half:]) <= 1e-2:
         raise refusal(model, "its sliding windows have no effect in forward passes without a cache")
 
 

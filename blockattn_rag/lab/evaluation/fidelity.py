@@ -188,12 +188,14 @@ def measure_fidelity(
         settings: Additional settings for the report and the records file.
 
     Raises:
-        ValueError: A recipe or its name is invalid, or ``samples`` is empty.
+        ValueError: A recipe, its name, ``closed_book`` or ``samples`` is invalid.
         DataError: ``records_path`` contains records of another run, or is not a record file.
         ContextOverflowError: A prompt does not fit in the context window.
     """
     if not samples:
         raise ValueError("Expected at least one sample, found none")
+    if closed_book and isinstance(samples[0], LoggedPrompt):
+        raise ValueError("closed_book requires evaluation data, found logged prompts")
     rows = rows_of(engine, FLOOR, recipes, closed_book)
     form = format_for(AUTO_FORMAT, engine.model.name)
     kind: dict[str, str | None] = {"measured": "fidelity", "prompt_format": form.name}
