@@ -138,7 +138,7 @@ def test_a_module_that_cannot_be_run_is_reported(ropes: dict[Any, Any], has_buff
     ropes["odd"] = Odd()
     if has_buffer:
         ropes["odd"].register_buffer("table", torch.ones(1))
-    with pytest.raises(ServingError, match=r"by Odd \(half pairs .*, which cannot be run \("):
+    with pytest.raises(ServingError, match=r"with Odd \(half pairs .*, which cannot be run \("):
         check_rotations(profile(rotary()), range(1))
     make()
     check_rotations(profile(rotary()), range(1))

@@ -95,7 +95,7 @@ def block_keys(
     """Compute the store keys of a prompt's context blocks, as an engine in process does.
 
     The first block of a prompt is encoded without sink and adapter, and all others with them. With
-    ``op="encode"``, ``token_ids`` is the sink (none if the block opens a prompt) and the block.
+    ``op="encode"``, ``token_ids`` is the block after the sink, or alone if it opens a prompt.
     """
     opens_prompt, start = plan.op != "encode", 0
     if plan.op == "encode":

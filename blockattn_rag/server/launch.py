@@ -264,7 +264,7 @@ class VllmServer(AbstractContextManager["VllmServer"]):
         raise self._ended("while it was serving")
 
     def __exit__(self, *exception: object) -> None:
-        """Stop the server with SIGTERM, and kill its processes on exit or after ``STOP_S``."""
+        """Stop the server with SIGTERM. Kill its processes once it ends, or after ``STOP_S``."""
         if self._process.poll() is None:
             self._log(f"Stopping vLLM, which takes up to {STOP_S:.0f} s if requests are running")
         self._process.terminate()

@@ -92,7 +92,7 @@ class BlockLoader:
         return [found[block.place] for block in blocks]
 
     def _look_up(self, blocks: Sequence[BlockId], until: float) -> dict[int, BlockKV]:
-        """Return blocks by ``place``. Raises LoadError if any block cannot be found or read."""
+        """Return blocks by ``place``. Raises LoadError, or StoreError if the deadline passes."""
         if not remaining(until):
             raise StoreError("The load waited for others until its deadline; raise load_deadline_s")
 

@@ -59,9 +59,9 @@ class ServerPool:
 
     Args:
         servers: Clients of the servers (``ServerClient``).
-        journal: Folder with records of the passages that each server stored. Recorded passages are
-            skipped without a request; delete the folder to look them up again. Several processes
-            may share it. Default: no journal.
+        journal: Folder that records which passages are stored. Recorded passages are skipped
+            without a request; delete the folder to look them up again. Several processes may share
+            it. Default: no journal.
 
     Raises:
         ValueError: ``servers`` is empty.
@@ -106,8 +106,8 @@ class ServerPool:
 
         Raises:
             MissError: Passages are missing, and a server is read-only.
-            ServingError: A request was rejected or failed on every server, or no server is healthy.
-                No further requests are sent.
+            ServingError: A server rejected a request, a request failed on every server, or no
+                server is healthy. No further requests are sent.
             ValueError: The servers differ in model, recipe, namespace or store, or a text is empty.
         """
         started, journal = time.perf_counter(), self._journal
@@ -262,7 +262,7 @@ _Running = dict[Future[Any], tuple[_Member, _Job | None]]
 
 
 class Journal:
-    """Folder of JSON-lines files that record which server stored which passage.
+    """Folder of JSON-lines files that record stored passages, and the servers that reported them.
 
     A line has ``passage`` (the first characters of the text), ``handle``, ``server``, ``done``
     (``"encoded"``, or ``"found"`` if the passage was already stored) and ``identity``. Lines with

@@ -235,7 +235,7 @@ class BlockEnsurer:
     def _generate(
         self, token_ids: list[int], params: dict[str, Any], request_id: str, tokens: int
     ) -> AsyncGenerator[Any, None]:
-        """Generate exactly ``tokens`` tokens, which are discarded."""
+        """Generate exactly ``tokens`` tokens, without decoding them."""
         sampling = SamplingParams(
             max_tokens=tokens,
             min_tokens=0 if tokens == 1 else tokens,

@@ -133,7 +133,7 @@ class LayerPages:
 
 def _measure(pages: LayerPages) -> Tensor:
     """Measure a layout: write the index of each element to vLLM's null page, digit by digit, and
-    locate it. The page, which requests do not use, is restored afterwards."""
+    locate it. The page, which no request reads, is restored afterwards."""
     cache: Tensor = pages.layer.kv_cache
     heads, key_size, value_size = pages.sizes
     tokens = pages.tokens_per_page
