@@ -100,7 +100,7 @@ def test_retries_and_answers_ended_by_stop_strings_are_counted() -> None:
     ("encoded", "message"),
     [
         ({"a": 7}, "1 of its 2 blocks were missing or damaged in the store and were"),
-        ({}, "all its 2 blocks were intact in the store: the workers cannot read them within"),
+        ({}, "all its 2 blocks were intact in the store, so the workers cannot read them"),
     ],
 )
 def test_a_second_failure_is_final(encoded: dict[str, int], message: str) -> None:

@@ -88,14 +88,14 @@ def test_a_different_rotation_is_refused(other: RotaryLayout, dtype: torch.dtype
     make()
     wrong = replace(profile(rotary(), other), dtype=dtype)
     check_rotations(wrong, range(1))
-    message = r"Layer 1: vLLM rotates keys by RotaryEmbedding \(half pairs of 64.*differs by"
+    message = r"Layer 1: vLLM rotates keys with RotaryEmbedding \(half pairs of 64.*differs by"
     with pytest.raises(ServingError, match=message):
         check_rotations(wrong, range(2))
 
 
 def test_a_layer_without_a_module_is_refused() -> None:
     make(size=32)
-    with pytest.raises(ServingError, match="Layer 0: vLLM rotates keys by no module, expected"):
+    with pytest.raises(ServingError, match="Layer 0: vLLM rotates keys with no module, expected"):
         check_rotations(profile(rotary()), range(1))
 
 
@@ -138,7 +138,7 @@ def test_a_module_that_cannot_be_run_is_reported(ropes: dict[Any, Any], has_buff
     ropes["odd"] = Odd()
     if has_buffer:
         ropes["odd"].register_buffer("table", torch.ones(1))
-    with pytest.raises(ServingError, match=r"by Odd \(half pairs .*, which cannot be run \("):
+    with pytest.raises(ServingError, match=r"with Odd \(half pairs .*, which cannot be run \("):
         check_rotations(profile(rotary()), range(1))
     make()
     check_rotations(profile(rotary()), range(1))

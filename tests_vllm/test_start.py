@@ -195,7 +195,7 @@ def test_an_engine_with_another_key_rotation_does_not_start(
 ) -> None:
     with pytest.raises(RuntimeError, match="Engine core initialization failed"):
         Engine(reference.options(), module="tests_vllm.connectors", name="RotatedConnector")
-    message = "Layer 0: vLLM rotates keys by RotaryEmbedding (half pairs of 64, base"
+    message = "Layer 0: vLLM rotates keys with RotaryEmbedding (half pairs of 64, base"
     assert message in "".join(capfd.readouterr())
 
 

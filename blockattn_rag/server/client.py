@@ -44,8 +44,8 @@ class ServerClient:
         url: Address of the server, such as ``"http://gpu:8000"``, with or without ``/v1``.
         api_key: API key of the server. Default: the environment variable
             ``BLOCKATTN_RAG_API_KEY``.
-        timeout_s: Seconds to wait for a response.
-        retries: Maximum number of retries after temporary failures.
+        timeout_s: Seconds to wait for a connection, and then for each part of a response.
+        retries: Maximum number of retries of a request after temporary failures.
 
     Raises:
         ValueError: The address or the key is invalid.
@@ -72,8 +72,8 @@ class ServerClient:
         """Server information, fetched on first use.
 
         Raises:
-            ServingError: The server is unreachable, has no connector, or uses a different protocol
-                version.
+            ServingError: The server is unreachable, rejects the API key, has no connector, or uses
+                a different protocol version.
         """
         try:
             return ServerInfo.from_dict(self._ask(INFO))
@@ -118,7 +118,7 @@ class ServerClient:
         return self.send(EncodeBody((text,), only_look=True)).passages == ("found",)
 
     def send(self, body: EncodeBody) -> EncodeAnswer:
-        """Send a request to encode or look up passages. Raises MissError or ServingError."""
+        """Send an encoding or lookup request. Raises MissError or ServingError, like ``encode``."""
         fields = {"texts": body.texts, "only_look": body.only_look}
         answer = EncodeAnswer.from_dict(self._ask(ENCODE, fields))
         if len(answer.passages) != len(body.texts):
@@ -147,14 +147,14 @@ class ServerClient:
             take: Function to call with each piece of the answer.
             max_tokens: Maximum number of tokens in the answer.
             schema: JSON schema that the answer must match.
-            chat_template_kwargs: Variables of the model's chat template.
+            chat_template_kwargs: Variables of the model's chat template, if it has one.
 
         Returns:
-            Finish reason, and reuse statistics of the server, with times measured by this client.
+            The finish reason, and the server's reuse statistics with times measured by the client.
 
         Raises:
             MissError: A passage is not stored, and the server is read-only.
-            ServingError: The server did not return a complete answer.
+            ServingError: The request failed, the stream ended early, or the marker keys differ.
         """
         extra: dict[str, Any] = {FIELD: {"mode": mode}}
         if schema is not None:
@@ -258,7 +258,7 @@ class ServerClient:
 
 
 def server_url(url: str) -> str:
-    """Validate a server's address, and remove the path of the API, such as ``/v1``.
+    """Validate a server's address, and return it without the path of an API, such as ``/v1``.
 
     Raises:
         ValueError: The address is invalid, or contains a user name or password.

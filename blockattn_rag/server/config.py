@@ -111,8 +111,8 @@ class ServingConfig:
     def profile_of(
         self, model: str, dtype: torch.dtype, revision: str | None = None
     ) -> tuple[ModelProfile, Recipe]:
-        """Build the profile of a model that vLLM runs, and load its recipe. Weight files are only
-        hashed, once, which takes a few seconds per 10 GB."""
+        """Build the profile of a model that vLLM runs, and load its recipe. Weights are not
+        loaded, but their files are hashed once, which takes a few seconds per 10 GB."""
         checkpoint = CheckpointModel(model, dtype, revision)
         recipe = resolve_recipe(self.recipe, checkpoint, open_store(self.store))
         profile = profile_of(checkpoint, recipe)
@@ -141,8 +141,8 @@ class ServingConfig:
         return not self.read_only or self.private_bytes > 0
 
     def nearer_tiers(self, profile: ModelProfile, share: Share) -> dict[str, str | KVStore]:
-        """Return a rank's tiers in front of the home, by name, fastest first. Their locations
-        include the model and the share, because entries contain only this rank's share."""
+        """Return a rank's tiers in front of the home, by name, fastest first. Entries contain only
+        this rank's share, so the folder and the key prefix identify the model and the share."""
         name = f"{profile.fingerprint[:16]}/{share.name}"
         tiers: dict[str, str | KVStore] = {"memory": f"memory:{self.memory}"}
         if self.disk is not None:

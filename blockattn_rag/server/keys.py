@@ -1,4 +1,4 @@
-"""Store keys of a prompt's blocks, and cache salts that isolate pages in an engine's cache."""
+"""Store keys of a prompt's blocks, and salts that isolate pages in an engine's prefix cache."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ class BlockId(NamedTuple):
     """Context block of a prompt, with its store keys.
 
     Args:
-        start: Index of its first token in the prompt.
-        namespaces: Namespaces to search for the block, its own first.
+        start: Index of the block's first token in the prompt.
+        namespaces: Namespaces to search for the block, the block's own first.
         keys: Store key of the block in each namespace.
         namespace: Namespace of the plan, without the suffix of private blocks.
     """
@@ -95,7 +95,7 @@ def block_keys(
     """Compute the store keys of a prompt's context blocks, as an engine in process does.
 
     The first block of a prompt is encoded without sink and adapter, and all others with them. With
-    ``op="encode"``, ``token_ids`` is the sink (none if the block opens a prompt) and the block.
+    ``op="encode"``, ``token_ids`` is the block after the sink, or alone if it opens a prompt.
     """
     opens_prompt, start = plan.op != "encode", 0
     if plan.op == "encode":

@@ -52,8 +52,8 @@ _NOT_OPTIONS = {
 }
 """vLLM options that are rejected, and what to do instead."""
 _NOT_IN_FILES = [*_NOT_OPTIONS][4:]
-"""Options that are also rejected in config files, in which the command line overrides the first
-four."""
+"""Options that are also rejected in config files. The command line overrides the first four of
+``_NOT_OPTIONS``, so config files may contain those."""
 _SECRET = re.compile(
     r"(?:^|[^a-z])(?:api[-_]?key|(?:secret|access)[-_](?:access[-_])?key|passw(?:or)?d|secret|"
     r"(?:access|api|auth|bearer|hf|session)[-_]?token)$",
@@ -62,7 +62,7 @@ _SECRET = re.compile(
 """Pattern for names of secrets. Matches the end of an option's name or of a JSON key."""
 _JSON_KEY = re.compile(r'"([^"]*)"\s*:')
 _CREDENTIALS = re.compile(r"""://[^/?#\s]*@|\b(?:s3|gs|az|rediss?)://[^\s"']*[?#]""")
-"""Pattern for addresses with a user name or password, or, in store addresses, a query."""
+"""Pattern for addresses with credentials, and store addresses with a query or fragment."""
 _ORIGINS = "--allowed-origins"
 _MOST_CPU_CACHE_GIB = 16
 _POLL_S = 0.2
@@ -75,7 +75,7 @@ kill -TERM "$0"
 for _ in $(seq "$1"); do kill -0 "-$0" || exit; sleep 1; done
 kill -KILL "-$0"
 """
-"""Shell script that stops a process group when its standard input ends."""
+"""Shell script that stops process group ``$0`` when its input ends, and kills it after ``$1`` s."""
 _SYMPTOM = "Engine core initialization failed"
 """Message of the API server if the engine fails to start. The cause is in the engine's log."""
 
@@ -264,7 +264,7 @@ class VllmServer(AbstractContextManager["VllmServer"]):
         raise self._ended("while it was serving")
 
     def __exit__(self, *exception: object) -> None:
-        """Stop the server with SIGTERM, and kill its remaining processes after ``STOP_S``."""
+        """Stop the server with SIGTERM. Kill its processes once it ends, or after ``STOP_S``."""
         if self._process.poll() is None:
             self._log(f"Stopping vLLM, which takes up to {STOP_S:.0f} s if requests are running")
         self._process.terminate()
@@ -285,7 +285,7 @@ class VllmServer(AbstractContextManager["VllmServer"]):
         with self._process.stdout as lines:
             for line in lines:
                 self._lines.append(line.rstrip("\n"))
-                # Keep reading if printing fails, because vLLM fails if its pipe is full or closed.
+                # Keep reading even if logging fails, because a full pipe would block vLLM.
                 with suppress(OSError, ValueError):
                     self._log(line.rstrip("\n"))
 

@@ -53,7 +53,7 @@ class BlockLoader:
 
     def start(self, blocks: Sequence[BlockId]) -> Future[list[BlockKV]]:
         """Start loading the blocks of a prompt. Never raises: the future completes by the deadline,
-        with the blocks in order or with a LoadError. A store may share the blocks' tensors."""
+        with the blocks in order or a LoadError. The tensors may be shared: do not modify them."""
         why = f"{_MOST_WAITING} loads are running or waiting"
         if self._room.acquire(blocking=False):
             try:
@@ -92,9 +92,9 @@ class BlockLoader:
         return [found[block.place] for block in blocks]
 
     def _look_up(self, blocks: Sequence[BlockId], until: float) -> dict[int, BlockKV]:
-        """Return blocks by their index in the prompt. Raises LoadError if any block is missing."""
+        """Return blocks by ``place``. Raises LoadError, or StoreError if the deadline passes."""
         if not remaining(until):
-            raise StoreError("Other loads took the time until the deadline; raise load_deadline_s")
+            raise StoreError("The load waited for others until its deadline; raise load_deadline_s")
 
         def get_many(keys: Sequence[str]) -> Sequence[ReadResult]:
             read = self._readers.start(self._store.get_many, keys)

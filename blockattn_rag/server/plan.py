@@ -89,7 +89,7 @@ class BlockPlan:
 
     def to_dict(self, secret: str | None = None) -> dict[str, Any]:
         """Convert the plan to ``kv_transfer_params``, signed with the server's tenant secret.
-        Without a secret, the plan contains no namespace."""
+        Without a secret, the plan is unsigned and contains no namespace."""
         fields = {"v": PROTOCOL_VERSION, **dataclasses.asdict(self)}
         if secret is None:
             del fields["namespace"]
@@ -101,7 +101,7 @@ class BlockPlan:
         return code(json.dumps([PROTOCOL_VERSION, *dataclasses.asdict(self).values()]), secret)
 
     def is_signed(self, mac: object, secret: str) -> bool:
-        """Whether ``mac``, which clients may forge, is this plan's signature with ``secret``."""
+        """Whether ``mac``, an untrusted value, is this plan's signature with ``secret``."""
         is_text = isinstance(mac, str) and mac.isascii()
         return is_text and hmac.compare_digest(str(mac), self.signature(secret))
 
@@ -159,13 +159,13 @@ class ServedBlocks:
     Args:
         loaded_tokens: Context tokens loaded from a store, including tokens that were then
             recomputed.
-        local_tokens: Context tokens found in the engine's own cache.
+        local_tokens: Context tokens found in the engine's prefix cache.
         encoded: Number of blocks encoded for this request, because they were not stored.
-        fetch_s: Time to load the blocks, in seconds.
+        fetch_s: Seconds to load the blocks and recompute tokens.
         cut_short: Whether a stop string ended the answer. The engine then sends no report, so
-            numbers of loaded, local and recomputed tokens are unknown.
-        recomputed: Number of recomputed tokens in each block that was not encoded for this request.
-            Empty if no tokens were recomputed.
+            the numbers of loaded, local and recomputed tokens are unknown.
+        recomputed: Number of recomputed tokens in each block; 0 for blocks that were encoded for
+            this request. Empty if no tokens were recomputed.
     """
 
     blocks: int

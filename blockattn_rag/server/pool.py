@@ -59,9 +59,9 @@ class ServerPool:
 
     Args:
         servers: Clients of the servers (``ServerClient``).
-        journal: Folder with records of the passages that each server stored. Recorded passages are
-            skipped without a request; delete the folder to look them up again. Several processes
-            may share it. Default: no journal.
+        journal: Folder that records which passages are stored. Recorded passages are skipped
+            without a request; delete the folder to look them up again. Several processes may share
+            it. Default: no journal.
 
     Raises:
         ValueError: ``servers`` is empty.
@@ -106,9 +106,9 @@ class ServerPool:
 
         Raises:
             MissError: Passages are missing, and a server is read-only.
-            ServingError: A request was rejected or failed on every server, or no server is healthy.
-                No further requests are sent.
-            ValueError: The servers have different models, recipes, namespaces or stores.
+            ServingError: A server rejected a request, a request failed on every server, or no
+                server is healthy. No further requests are sent.
+            ValueError: The servers differ in model, recipe, namespace or store, or a text is empty.
         """
         started, journal = time.perf_counter(), self._journal
         distinct = [*dict.fromkeys(text.strip() for text in texts)]
@@ -133,7 +133,7 @@ class ServerPool:
         return replace(stats, seconds=time.perf_counter() - started)
 
     def remove_journal(self) -> None:
-        """Delete the journal, so that all passages are looked up again. Other files remain."""
+        """Delete the journal, so that passages are looked up again. Unrelated files remain."""
         self.__dict__.pop("_journal", None)
         if (folder := self._folder) is not None and folder.is_dir():
             for path in folder.glob("*.jsonl"):
@@ -202,7 +202,7 @@ class ServerPool:
         return None if until == _BEING_CHECKED else max(0.0, until - time.monotonic())
 
     def _set_aside(self, member: _Member, job: _Job | None, error: ServingError) -> None:
-        """Stop using a server until a check succeeds. Raises permanent errors."""
+        """Stop using a server until a check succeeds. Raises the error if no retry can help."""
         status = getattr(error.__cause__, "status_code", 500)
         if job is not None:
             job.failed.append(member)
@@ -262,7 +262,7 @@ _Running = dict[Future[Any], tuple[_Member, _Job | None]]
 
 
 class Journal:
-    """Folder of JSON-lines files that record which server stored which passage.
+    """Folder of JSON-lines files that record stored passages, and the servers that reported them.
 
     A line has ``passage`` (the first characters of the text), ``handle``, ``server``, ``done``
     (``"encoded"``, or ``"found"`` if the passage was already stored) and ``identity``. Lines with
@@ -308,7 +308,7 @@ class Journal:
 
 
 def first_reachable(servers: Sequence[S]) -> S:
-    """Return the first server that responds. Raises the last ServingError if none does."""
+    """Return the first server that responds. Raises the last one's ServingError if none does."""
     for server in servers[:-1]:
         try:
             _ = server.info
@@ -321,7 +321,6 @@ def first_reachable(servers: Sequence[S]) -> S:
 
 
 def _identity(info: ServerInfo) -> str:
-    """Compute a digest of the fingerprint, namespace and recipe of a server's entries."""
     parts = [info.fingerprint, info.namespace, *info.recipe.encoding]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 

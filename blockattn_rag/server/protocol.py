@@ -2,7 +2,7 @@
 
 Clients send messages and passages, never token ids or keys: the server tokenizes texts, splits
 prompts into blocks and computes store keys. Bodies of completions and chats are those of OpenAI's
-API (``server.vllm.openai``).
+API (``server.vllm.bodies``).
 
 Importing this module does not load torch.
 """
@@ -38,7 +38,7 @@ OPENAI = "/blockattn/openai/v1"
 """Path of the base URL for clients of OpenAI's API."""
 
 TENANT_HEADER = "x-tenant-id"
-"""HTTP header with a tenant's name. The gateway sets it, and must discard values from clients."""
+"""HTTP header with a tenant's name. The gateway sets it, and must remove a client's own value."""
 
 PROTOCOL_VERSION = 2
 FIELD = "blockattn"
@@ -116,11 +116,11 @@ class EncodeBody:
     def _have_text(cls, texts: tuple[str, ...]) -> tuple[str, ...]:
         for place, text in enumerate(texts):
             if not text.strip():
-                raise ValueError(f"The text {place} is empty; remove empty passages")
+                raise ValueError(f"Text {place} is empty; remove empty passages")
             try:
                 text.encode()
             except UnicodeEncodeError:
-                raise ValueError(f"The text {place} contains a lone surrogate; remove it") from None
+                raise ValueError(f"Text {place} contains a lone surrogate; remove it") from None
         return texts
 
     @classmethod

@@ -1,7 +1,7 @@
 """Shares: the heads and layers of each block that one rank of a server reads.
 
 Tensor-parallel ranks split the heads of each layer, and pipeline-parallel ranks split the layers. A
-rank reads only the tensors of its heads and keeps only its layers.
+rank keeps only its own heads and layers, and reads only these if the store supports partial reads.
 """
 
 from __future__ import annotations

@@ -16,12 +16,12 @@ from blockattn_rag.errors import ProtocolError
 from blockattn_rag.store.namespaces import check_namespace
 
 _MOST = 1 << 53  # JSON libraries may not represent larger integers exactly.
-_MOST_FIELDS = 100  # pydantic's errors for more unknown fields could take seconds.
+_MOST_FIELDS = 100  # For more unknown fields, pydantic could take seconds to build its errors.
 _OTHER_BODY_BYTES = 4 << 20  # Grammars have up to 2 million characters.
 _BODY_BYTES_PER_TOKEN = 64
 
 STRICT = ConfigDict(extra="forbid")
-"""Pydantic config of all messages and files: unknown fields are errors."""
+"""Pydantic config of requests, responses, plans and options: unknown fields are errors."""
 
 Count = Annotated[int, Field(strict=True, ge=0, le=_MOST)]
 Positive = Annotated[int, Field(strict=True, ge=1, le=_MOST)]
@@ -97,7 +97,7 @@ def _explained(error: ValidationError, name: str) -> str:
 
 
 async def read_json(chunks: AsyncIterable[bytes], max_tokens: int) -> Any:
-    """Read and parse a JSON body without blocking the event loop. Raises ProtocolError."""
+    """Read and parse a JSON body. Raises ProtocolError if it is too large or not valid JSON."""
     most, body = _OTHER_BODY_BYTES + _BODY_BYTES_PER_TOKEN * max_tokens, bytearray()
     async for chunk in chunks:
         body += chunk

@@ -1,8 +1,8 @@
 """Reuse reports and tool calls, which this package adds to vLLM's answers to OpenAI clients.
 
-Calls start with a special token of the model, so they are parsed from tokens. The same characters
-in ordinary tokens, for example in a quoted passage, are text. vLLM's parsers, which receive only
-text, would parse them as a call.
+Most models start a call with a special token, so calls are parsed from tokens. The same characters
+in ordinary tokens, for example in a quoted passage, are text. From text alone, as in vLLM's
+parsers, they cannot be distinguished from a call.
 
 Importing this module does not load vLLM.
 """
@@ -58,12 +58,12 @@ class Ticket:
 class ChatReport:
     """Adds the reuse report to a vLLM answer for OpenAI clients.
 
-    The report replaces ``kv_transfer_params``. ``cached_tokens`` excludes blocks that were encoded
-    for this request.
+    The report replaces ``kv_transfer_params``. Tokens that were encoded or recomputed for this
+    request are subtracted from ``cached_tokens``.
 
     Args:
         ticket: State of the request. None: full mode.
-        reason: Why a chat with recognized passages was not answered in block mode.
+        reason: Why recognized passages were not used. Reported only in full mode.
     """
 
     ticket: Ticket | None
@@ -123,7 +123,7 @@ class ServedTools:
     @classmethod
     def of(cls, request: Any, tokenizer: Any) -> ServedTools | None:
         """Create the tools of a chat. Returns None if no tools may be called, or if their format is
-        unknown, so that vLLM's own parser is used."""
+        unknown. In the latter case, vLLM's own parser is used."""
         if not request.tools or tool_template(tokenizer) is None:
             return None
         choice = request.tool_choice

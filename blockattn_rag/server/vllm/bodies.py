@@ -55,8 +55,8 @@ class ChatOptions:
 
     Args:
         mode: ``"full"`` prefills the same prompt without blocks, for comparison.
-        parts: ``"passages"``: in messages with several content parts, all parts but the last are
-            passages. ``"text"``: content parts are joined by newlines.
+        parts: ``"passages"``: all content parts of a message but the last are passages, except in
+            assistant messages. ``"text"``: content parts are joined by newlines.
     """
 
     mode: Literal["block", "full"] = "block"
@@ -186,7 +186,7 @@ class _MessageReader:
         return (*chain(*marked), *content_spans("\n".join(texts), origin_of(role)))
 
     def _text(self, part: object, place: str) -> str:
-        """Return the text of a content part. Other parts, such as images, set ``not_text``."""
+        """Return a content part's text. If it is not text, set ``not_text`` and return ``""``."""
         if isinstance(part, str):
             return part
         fields = as_object(part, place)
@@ -234,7 +234,7 @@ def _arguments(value: object, place: str) -> dict[str, Any]:
 
 
 def _check_json(value: object, depth: int = 0) -> None:
-    """Raise ProtocolError for values that prompts and answers cannot contain."""
+    """Raise ProtocolError for values that the server cannot process, such as NaN."""
     if depth > _MOST_NESTED:
         raise ProtocolError(f"The body is nested more than {_MOST_NESTED} levels deep; flatten it")
     if isinstance(value, str):
@@ -264,7 +264,7 @@ def with_documents(
     """Insert documents into the first user message, in the prompt format ``formats.CHAT``.
 
     If the chat has no system message, the format's system message is added. Later messages follow
-    the passages, so they belong to the final block.
+    the documents, so they belong to the final block unless they contain passages.
     """
     made = [*messages]
     if not documents:

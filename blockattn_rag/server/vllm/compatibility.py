@@ -1,7 +1,7 @@
 """Startup checks that block mode gives exact answers on an engine.
 
 vLLM's attention layers have no reference to the module that rotates their keys. vLLM stores these
-modules, one per layout, in ``_ROPE_DICT``. The check of rotations runs them on random keys at two
+modules, one per layout, in ``_ROPE_DICT``. The check of rotations runs them on random keys at three
 positions. It cannot detect swapped layouts, because vLLM does not record a layer's module.
 
 The keys of latent attention are views of a wider tensor, with a dimension for their single head.
@@ -46,13 +46,13 @@ _SPECS = (FullAttentionSpec, SlidingWindowSpec, MLAAttentionSpec)
 _LOAD_FORMATS = ("auto", "hf", "safetensors")
 """Formats that load the weights in the checkpoint's files unchanged."""
 _MISTRAL = "consolidated"
-"""Name prefix of files that vLLM prefers over the hashed files if the format is ``auto``."""
+"""Name prefix of files that vLLM prefers to the hashed files if the load format is ``auto``."""
 _NOT_RECOMPUTED = "tokens cannot be recomputed; use a recipe with recompute=0, such as 'fast'"
 
 _OFFSETS = (13, 1009)
 _TOKENS = 4
 _TOLERANCE, _TOLERANCE_OF_16_BITS = 1e-3, 3e-2
-"""Limits above the rounding errors of rotated keys. Wrong frequencies cause errors near 1."""
+"""Tolerated relative errors of rotated keys. Wrong frequencies cause errors near 1."""
 
 
 def check_engine(
@@ -214,8 +214,8 @@ def _cache(engine: VllmConfig, cache: KVCacheConfig, config: ServingConfig) -> I
 
 def check_rotations(profile: ModelProfile, layers: Iterable[int]) -> set[int]:
     """Check that vLLM has a matching rotary embedding for each of the profile's ``layers``. Returns
-    the latent layers whose keys use the half-split (NeoX-style) layout in transformers and the
-    interleaved (GPT-J-style) layout in vLLM."""
+    the indices of latent layers whose keys use the half-split (NeoX-style) layout in transformers
+    and the interleaved (GPT-J-style) layout in vLLM."""
     checked: dict[tuple[int, RotaryLayout], bool] = {}
     interleaved = set()
     for index in layers:
@@ -263,7 +263,7 @@ def _is_interleaved(layer: LayerProfile, profile: ModelProfile) -> bool:
             """'{"custom_ops": ["-rotary_embedding"]}'"""
         )
     raise ServingError(
-        f"Layer {layer.index}: vLLM rotates keys by {'; '.join(others) or 'no module'}, expected "
+        f"Layer {layer.index}: vLLM rotates keys with {'; '.join(others) or 'no module'}, expected "
         f"{layout.pairing} pairs of {layout.rotary_dim} dimensions with frequencies from "
         f"{layout.frequencies.max():.4g} to {layout.frequencies.min():.4g}, as in the config of "
         f"{profile.name}; report this model"
@@ -273,7 +273,7 @@ def _is_interleaved(layer: LayerProfile, profile: ModelProfile) -> bool:
 def _error_of_flat_keys(
     rope: Any, layouts: Sequence[RotaryLayout], layer: LayerProfile, profile: ModelProfile
 ) -> float:
-    """Return the error of a latent layer's module for keys without a head dimension."""
+    """Return the smallest error for keys without a head dimension, or infinity on failure."""
     flat = replace(layer, is_latent=False)
     try:
         return min(_error(rope, layout, flat, profile) for layout in layouts)
@@ -282,7 +282,7 @@ def _error_of_flat_keys(
 
 
 def _error(rope: Any, layout: RotaryLayout, layer: LayerProfile, profile: ModelProfile) -> float:
-    """Return the relative error of vLLM's module, compared with rotation by ``layout``."""
+    """Return the largest relative error of vLLM's module, compared with rotation by ``layout``."""
     generator = torch.Generator().manual_seed(0)
     keys = torch.randn(_TOKENS, layer.key_size, generator=generator).to(profile.dtype)
     limit = profile.max_positions - 1
@@ -298,7 +298,7 @@ def _error(rope: Any, layout: RotaryLayout, layer: LayerProfile, profile: ModelP
 
 @torch.inference_mode()
 def _rotated(rope: Any, keys: Tensor, position: int, *, is_latent: bool) -> Tensor:
-    """Rotate keys ``[tokens, head_size]`` of one head, all to the same position, on the CPU."""
+    """Rotate keys ``[tokens, head_size]`` to one position with ``rope``. Returns CPU tensors."""
     device = next(rope.buffers()).device
     positions = torch.full((len(keys),), position, dtype=torch.int64, device=device)
     # Copy, because vLLM's kernels modify their arguments.

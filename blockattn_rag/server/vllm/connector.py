@@ -57,7 +57,7 @@ class BlockAttentionConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """Return False: requests need not wait for saves, because a lost block is encoded again."""
+        """Return False: saves are best effort, because a lost block is encoded again."""
         return False
 
     # Scheduler half.

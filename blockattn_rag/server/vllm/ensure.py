@@ -1,4 +1,4 @@
-"""Encodes missing blocks, in the API server's process, before a prompt runs."""
+"""Looks up a prompt's blocks, and requests the encoding of missing blocks from the engine."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ _FAILURES, _PAUSE_S = 3, 30.0
 _THREADS = 16
 
 _REPORTED_TOKENS = 2
-"""Tokens to generate in requests for the workers' reports. Reports arrive at the end of the first
+"""Tokens to generate when querying the workers' reports. Reports arrive at the end of the first
 token's step. The second token adds the step that returns them, which an idle engine would skip."""
 
 _FIRST_ASKED_S, _ASKED_EVERY_S = 0.1, 0.5
-"""Seconds before the first query why a block is not stored yet, and between later queries."""
+"""Seconds until the engine is first asked why a block is not stored, and between queries."""
 
 
 class NotStoredError(ServingError):
@@ -46,7 +46,7 @@ class NotStoredError(ServingError):
 
 
 class _Flight:
-    """Running encoding of a block. ``is_asked``: Whether the engine has received the request."""
+    """Running encoding of a block. ``is_asked``: Whether its request was sent to the engine."""
 
     def __init__(self, encode: Callable[[_Flight], Coroutine[Any, Any, None]]) -> None:
         self.waiting = 0
@@ -56,7 +56,7 @@ class _Flight:
 
 class BlockEnsurer:
     """Looks up blocks in the store, and encodes missing blocks with the engine. A block that
-    several requests need is encoded only once."""
+    concurrent requests need is encoded only once."""
 
     def __init__(
         self, engine_client: Any, home: KVStore, config: ServingConfig, profile: ModelProfile
@@ -80,8 +80,8 @@ class BlockEnsurer:
     async def found(self, blocks: Sequence[BlockId], *, thorough: bool = False) -> list[bool]:
         """Check whether each block is available, and mark available blocks as used.
 
-        If ``thorough``, complete entries are read, and damaged entries deleted. Private blocks in
-        the workers' memory are then assumed to be lost.
+        If ``thorough``, complete entries are read, damaged entries in a block's own namespace are
+        deleted (unless ``read_only``), and blocks in the workers' memory are assumed to be lost.
         """
         distinct = {block.name: block for block in blocks}
         looks = (self._is_found(block, thorough) for block in distinct.values())
@@ -100,8 +100,8 @@ class BlockEnsurer:
     ) -> dict[str, int]:
         """Encode missing blocks. Returns the number of tokens of each encoded block, by key.
 
-        A block that cannot be stored is kept in the workers' memory if there is room, so that
-        requests succeed even if the store is full. With ``must_store``, NotStoredError is raised.
+        A block that cannot be stored is kept in the workers' memory, so that requests succeed even
+        if the store is full. Without room, or with ``must_store``, NotStoredError is raised.
         """
         pairs = zip(blocks, await self.found(blocks, thorough=thorough), strict=True)
         absent = {block.name: block for block, is_found in pairs if not is_found}
@@ -137,7 +137,7 @@ class BlockEnsurer:
         return None
 
     def _store_later(self, blocks: Iterable[BlockId]) -> None:
-        """Encode and store, in the background, blocks that were only in the workers' memory."""
+        """Encode and store, in the background, blocks that are only in the workers' memory."""
         for block in blocks if not self._config.read_only else ():
             task = asyncio.create_task(self._encoded(block))
             self._later.add(task)
@@ -145,8 +145,8 @@ class BlockEnsurer:
             task.add_done_callback(lambda task: task.cancelled() or task.exception())  # see `_land`
 
     async def _encoded(self, block: BlockId) -> None:
-        """Encode a block, or wait if it is already being encoded. The encoding is canceled if the
-        last waiter leaves before the engine has the request."""
+        """Encode a block, or wait if it is already being encoded. The encoding is canceled if all
+        waiters are canceled before its request is sent to the engine."""
         flight = self._flights.get(block.name)
         if flight is None:
             flight = self._flights[block.name] = _Flight(partial(self._encode, block))
@@ -188,7 +188,7 @@ class BlockEnsurer:
                 self._kept.add(block.key, block.tokens)
 
     async def _stored(self, block: BlockId, request_id: str) -> None:
-        """Wait until the workers have stored an encoded block."""
+        """Wait until the workers have stored an encoded block, or raise NotStoredError."""
         pause, began = 0.005, time.monotonic()
         asking = asyncio.create_task(self._why_not_stored(request_id))
         try:
@@ -235,7 +235,7 @@ class BlockEnsurer:
     def _generate(
         self, token_ids: list[int], params: dict[str, Any], request_id: str, tokens: int
     ) -> AsyncGenerator[Any, None]:
-        """Generate exactly ``tokens`` tokens, which are discarded."""
+        """Generate exactly ``tokens`` tokens, without decoding them."""
         sampling = SamplingParams(
             max_tokens=tokens,
             min_tokens=0 if tokens == 1 else tokens,
@@ -277,7 +277,7 @@ class BlockEnsurer:
 
 
 class KeptBlocks:
-    """LRU cache that estimates, in the API server, which blocks are in the workers' memory.
+    """The API server's estimate of which blocks are in the workers' memory, with LRU eviction.
 
     The estimate may be wrong if other API servers use the same workers. In that case, loading
     fails, and the block is encoded again.
@@ -307,15 +307,15 @@ class KeptBlocks:
     def check_room(self, tokens: int) -> None:
         if tokens > self.max_tokens:
             raise ProtocolError(
-                f"The prompt has {tokens} tokens in private blocks, which must not be stored, but "
-                f"this server keeps at most {self.max_tokens} tokens of such blocks in memory; put "
-                "other text after the passages, or raise private_memory in the connector's options"
+                f"The prompt has {tokens} tokens in blocks that may not be stored, but this server "
+                f"keeps at most {self.max_tokens} tokens of such blocks in memory; put other text "
+                "after the passages, or raise private_memory in the connector's options"
             )
 
 
 class Room:
-    """Limits the number and the total bytes of concurrent tasks in an event loop. First in, first
-    out. A single task may exceed the byte limit."""
+    """Limit for the number and the total bytes of concurrent tasks in an event loop. Waiting tasks
+    start in order. A single task may exceed the byte limit."""
 
     def __init__(self, max_running: int, max_bytes: int) -> None:
         self._max_running, self._max_bytes = max_running, max_bytes

@@ -19,13 +19,13 @@ from blockattn_rag.store.base import TierStats
 PLAIN = {
     "answers": "Requests answered in block mode, except answers ended by a stop string.",
     "refused": "Block-mode requests that the engine rejected.",
-    "loaded_tokens": "Context tokens of answered requests whose keys and values were loaded.",
-    "local_tokens": "Context tokens of answered requests found in the engine's own cache.",
-    "recomputed_tokens": "Loaded tokens that were recomputed for the question.",
+    "loaded_tokens": "Context tokens whose keys and values were loaded, in answered requests.",
+    "local_tokens": "Context tokens found in the engine's prefix cache, in answered requests.",
+    "recomputed_tokens": "Loaded tokens that were recomputed, in answered requests.",
     "loads": "Requests whose blocks were loaded, summed over ranks.",
-    "load_failures": "Requests with a missing, damaged or late block, summed over ranks.",
-    "load_misses": "Missing or damaged blocks, summed over ranks.",
-    "load_seconds": "Seconds until the requested blocks were in memory, summed over loads.",
+    "load_failures": "Requests whose blocks were not loaded by the deadline, summed over ranks.",
+    "load_misses": "Blocks that were missing, damaged or unreadable, summed over ranks.",
+    "load_seconds": "Duration of loads, including failed ones, in seconds, summed over ranks.",
     "loaded_blocks": "Blocks loaded, summed over ranks.",
     "loaded_bytes": "Bytes of keys and values loaded, summed over ranks.",
     "saved_blocks": "Blocks encoded by this server and stored.",
@@ -44,7 +44,7 @@ BY_TIER = {
 
 
 class ServingStats(KVConnectorStats):
-    """Counts of one step, which vLLM passes from the workers to its loggers."""
+    """Counts of one step, which vLLM passes from its scheduler and workers to its loggers."""
 
     data: dict[str, float]
 
@@ -114,7 +114,7 @@ class ServingPromMetrics(KVConnectorPromMetrics):
 
 
 class Fetch(NamedTuple):
-    """Completed load of a request: its time, quantized blocks, and recomputed tokens per block."""
+    """Completed load of a request, with its duration, and the recomputed tokens of each block."""
 
     seconds: float
     int8_blocks: int
@@ -158,7 +158,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
 
 # Counters of the API server. Their names must not start with "vllm:", because vLLM unregisters
 # counters with this prefix when it starts an engine.
-RETRIES = Counter("blockattn_retries", "Requests retried because blocks were lost.")
+RETRIES = Counter("blockattn_retries", "Block-mode requests retried after a failure.")
 CUT_ANSWERS = Counter(
     "blockattn_cut_answers",
     "Block-mode answers ended by a stop string, which the engine does not count.",

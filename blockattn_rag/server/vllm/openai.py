@@ -1,7 +1,7 @@
-"""Converts OpenAI clients' prompts to token ids, blocks and vLLM requests.
+"""Converts OpenAI clients' prompts to token ids and blocks, and prepares requests for vLLM.
 
-The server renders chats with the model's chat template and splits prompts into blocks as an
-in-process engine does, so that both share stored blocks.
+The server renders chats with the model's chat template and splits prompts into blocks, both as an
+in-process engine does, so that server and engine can share stored blocks.
 
 Importing this module does not load vLLM.
 """
@@ -67,7 +67,7 @@ class TokenPrompt(NamedTuple):
 
 
 class Prompts:
-    """Converts chats and completions with passages to token ids. Thread-safe."""
+    """Splits chats and completions into blocks, and tokenizes them. Thread-safe."""
 
     def __init__(self, tokenizer: Any, promote: int = 0) -> None:
         self.tokenizer = tokenizer
@@ -142,10 +142,11 @@ class Prompts:
 
 @dataclass(frozen=True, slots=True)
 class RequestReader:
-    """Converts request bodies to blocks.
+    """Computes requests' namespaces, plans and blocks, and prepares requests for vLLM's handlers.
 
     Args:
         models: vLLM's registry of the served models.
+        max_tokens: The server's ``max_model_len``.
         backend: vLLM's backend for structured outputs.
     """
 
@@ -167,7 +168,7 @@ class RequestReader:
         return blocks
 
     def full_mode(self, request: Any, prompt: TokenPrompt | None, headers: Headers) -> None:
-        """Prepare a full-mode request for vLLM's handlers."""
+        """Prepare a full-mode request for vLLM's handlers. ``prompt``: None if vLLM renders it."""
         self._prepare_grammar(request)
         request.kv_transfer_params = None
         if prompt is not None:
@@ -191,7 +192,7 @@ class RequestReader:
         return plan, blocks
 
     def namespace(self, headers: Headers) -> str:
-        """Return a request's namespace: the tenant set by the gateway, or the server's default."""
+        """Return a request's namespace: the tenant set by the gateway, or ``config.namespace``."""
         tenants = headers.getlist(TENANT_HEADER)
         if not tenants:
             return self.config.namespace
@@ -219,7 +220,7 @@ class RequestReader:
         return blocks
 
     def _prepare_grammar(self, request: Any) -> None:
-        """Check the size of a request's grammar, and rewrite ``choice`` for the guidance backend.
+        """Check a request's grammar, and rewrite ``choice`` for the guidance backend.
 
         vLLM's own grammar for ``choice`` fails with 2,000 or more choices.
         """
@@ -245,7 +246,7 @@ class RequestReader:
         if grammar is not None and _DIALECT in (grammar.grammar or "") and not is_guidance:
             # The "auto" backend accepts this dialect, but then fails in the engine.
             raise ProtocolError(
-                "A grammar in the llguidance dialect, such as for a required tool call, requires "
+                "A grammar in the llguidance dialect, such as that of a required tool call, needs "
                 f"vLLM's guidance backend, found {self.backend}; start the server with "
                 """--structured-outputs-config '{"backend": "guidance"}'"""
             )

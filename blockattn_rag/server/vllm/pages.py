@@ -11,7 +11,7 @@ from torch import Tensor
 from blockattn_rag.errors import ServingError
 
 _BASE = 128  # Smaller integers are exact in every cache dtype.
-_NULL = 0  # Id of vLLM's null page, which requests do not use.
+_NULL = 0  # Id of vLLM's null page, which stands for pages outside a sliding window.
 
 Sizes = tuple[int, int, int]
 """Number of key-value heads, and the sizes of a head's keys and values."""
@@ -35,13 +35,13 @@ class KVGroup(NamedTuple):
     page_tokens: int
 
     def first_token(self, tables: PageTables) -> int:
-        """Return the index of the first token with a page. Earlier tokens left the window."""
+        """Return the index of the first token with a page. Earlier ones are outside the window."""
         table = tables[self.table]
         null = next((place for place, page in enumerate(table) if page != _NULL), len(table))
         return null * self.page_tokens
 
     def slots(self, tables: PageTables, tokens: range, device: torch.device) -> Tensor:
-        """Return the slots of consecutive tokens, int64 ``[tokens]``."""
+        """Return the slots of consecutive tokens in the cache, int64 ``[tokens]``."""
         size = self.page_tokens
         table = tables[self.table][tokens.start // size : -(-tokens.stop // size)]
         starts = torch.tensor(table, dtype=torch.int64, device=device) * size
@@ -64,8 +64,8 @@ def sizes_of(layer: Any) -> Sizes:
 class LayerPages:
     """Pages of one layer in the engine.
 
-    Layouts differ between backends, so pages are written with the layer's own method. For reading,
-    the layout is measured, by writing numbered elements to a page and locating them.
+    Layouts differ between backends, so pages are written by the backend itself. For reading, the
+    layout is measured, by writing numbered elements to a page and locating them.
 
     Args:
         layer: vLLM's attention layer. Keys and values of a latent layer are its rotary key and its
@@ -107,8 +107,8 @@ class LayerPages:
             layer.impl.do_kv_cache_update(layer, key, value, layer.kv_cache, slots)
 
     def read(self, slots: Tensor) -> States:
-        """Copy keys and values ``[kv_heads, tokens, head_size]`` from slots ``[tokens]``. The first
-        slot must be at the start of a page."""
+        """Copy keys and values ``[kv_heads, tokens, head_size]`` from slots ``[tokens]``. The slots
+        must be those of consecutive tokens, and the first must be at the start of a page."""
         heads, key_size, value_size = self.sizes
         tokens = self.tokens_per_page
         pages = slots[::tokens] // tokens
@@ -133,7 +133,7 @@ class LayerPages:
 
 def _measure(pages: LayerPages) -> Tensor:
     """Measure a layout: write the index of each element to vLLM's null page, digit by digit, and
-    locate it. The page, which requests do not use, is restored afterwards."""
+    locate it. The page, which no request reads, is restored afterwards."""
     cache: Tensor = pages.layer.kv_cache
     heads, key_size, value_size = pages.sizes
     tokens = pages.tokens_per_page

@@ -144,7 +144,7 @@ class _Attention:
         output: Tensor,
         **_: Any,
     ) -> Tensor:
-        """See ``AttentionImpl.forward``: states are ``[tokens, heads, head_size]``."""
+        """See ``AttentionImpl.forward``. States have the shape ``[tokens, heads, head_size]``."""
         keys, values = self._states(self._index, key.transpose(0, 1), value.transpose(0, 1))
         backend = self._backend
         inputs = AttentionInputs(
@@ -175,7 +175,7 @@ def _attending(
 
 
 def _model_of(layer: nn.Module) -> nn.Module:
-    """Find the language model of a layer, because vLLM does not pass it to connectors."""
+    """Find the language model that contains a layer. vLLM does not pass it to connectors."""
     models = [
         found
         for found in gc.get_objects()

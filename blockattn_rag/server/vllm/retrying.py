@@ -1,4 +1,4 @@
-"""Retries requests whose blocks were lost, and collects reuse reports."""
+"""Retries failed block-mode requests, and collects reuse reports."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ async def _retried(
                 f"{len(encoded_again)} of its {blocks} blocks were missing or damaged in the store "
                 "and were encoded again"
                 if encoded_again
-                else f"all its {blocks} blocks were intact in the store: the workers cannot read "
-                "them within load_deadline_s or use a different store, or the engine fails"
+                else f"all its {blocks} blocks were intact in the store, so the workers cannot "
+                "read them within load_deadline_s, they use a different store, or the engine fails"
             )
             raise RetryableRequestError(
                 f"The request failed twice: {grammar}the blocks of the prompt could not be loaded, "
@@ -89,7 +89,7 @@ async def _retried(
 
 
 async def _checked(outputs: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
-    """Raise GrammarError if an output contains a grammar failure."""
+    """Yield the outputs. Raises GrammarError if an output contains a grammar failure."""
     try:
         async for output in outputs:
             report = (output.kv_transfer_params or {}).get(FIELD) or {}

@@ -93,7 +93,7 @@ async def openai_models(raw_request: Request) -> Response:
 @with_cancellation
 @load_aware_call
 async def chat_completions(fields: _JsonBody, raw_request: Request) -> Response:
-    """Like ``/v1/chat/completions``, in block mode if the body contains passages."""
+    """Like ``/v1/chat/completions``, but in block mode if the prompt contains passages."""
     response = _response(fields, _read_chat, _service(raw_request).chat, raw_request)
     return await _counted(raw_request, response)
 
@@ -102,7 +102,7 @@ async def chat_completions(fields: _JsonBody, raw_request: Request) -> Response:
 @with_cancellation
 @load_aware_call
 async def completions(fields: _JsonBody, raw_request: Request) -> Response:
-    """Like ``/v1/completions``, in block mode if the body contains passages."""
+    """Like ``/v1/completions``, but in block mode if the prompt contains passages."""
     response = _response(fields, _read_completion, _service(raw_request).complete, raw_request)
     return await _counted(raw_request, response)
 

@@ -93,7 +93,7 @@ class BlockSaver:
             self._note_failure(save.request_id, why, why)
 
     def unsaved(self) -> Mapping[str, str]:
-        """Return why blocks were not stored since the last call, by name of their request."""
+        """Return the reasons for save failures since the last call, by encoding request name."""
         with self._lock:
             unsaved, self._unsaved = self._unsaved, {}
         return unsaved
@@ -146,8 +146,8 @@ class BlockSaver:
         self.counters.count("saved_bytes", stored.nbytes)
 
     def _note_failure(self, request_id: str, why: object, reason: str = "") -> None:
-        """Count and log a failure. ``reason`` is for clients, and contains neither the store's
-        location nor keys."""
+        """Count and log a failure. ``reason``, which is reported to clients unless it is empty,
+        must contain neither the store's location nor keys."""
         self.counters.count("save_failures")
         logger.warning("The block of request %s was not saved: %s", request_id, why)
         if reason:

@@ -34,7 +34,7 @@ logger = logging.getLogger("blockattn_rag")
 
 UNSAVED = "blockattn_unsaved"
 """Field of ``kv_transfer_params``. In a request: the name of an encoding request. In the answer:
-why that request's block could not be stored, or None."""
+why that request's block could not be stored, or None if no failure was reported."""
 
 GRAMMAR_FAILURE = "grammar_failure"
 """Subfield of ``FIELD`` in an answer: why the grammar failed."""
@@ -55,7 +55,7 @@ def new_encode_name() -> str:
 
 
 def encode_name(request_id: str) -> str:
-    """Return an encoding request's name: the request id without the digits that vLLM appends."""
+    """Return an encoding request's name: its request id without the suffix that vLLM appends."""
     return request_id[: len(_ENCODE) + 32]
 
 
@@ -137,10 +137,10 @@ class SchedulerSide:
         self.stats = Counters()
 
     def add(self, request: Request) -> None:
-        """Register a new request and set the cache salt of its plan.
+        """Register a new request if it has a plan, and set its cache salt.
 
         Keys and values depend on the mode and on the prompt's blocks, so the salt isolates their
-        pages in the prefix cache. A refused request fails when it is scheduled, because vLLM
+        pages in the prefix cache. A refused request fails only when it is scheduled, because vLLM
         expects no error here.
         """
         try:
@@ -181,7 +181,7 @@ class SchedulerSide:
         request.skip_reading_prefix_cache = False  # Otherwise, vLLM would not call `promised`.
 
     def promised(self, request: Request, computed: int) -> tuple[int, bool]:
-        """Return the number of tokens to load after ``computed``, and whether vLLM must wait."""
+        """Return how many tokens to load after the first ``computed``, and if vLLM must wait."""
         known = self._requests.get(request.request_id)
         if known is None:
             return 0, False
@@ -194,7 +194,7 @@ class SchedulerSide:
         return tokens, tokens > 0
 
     def allocated(self, request: Request, pages: KVCacheBlocks, tokens: int) -> None:
-        """Order a load of ``tokens`` tokens into pages. If 0, vLLM computes all tokens itself."""
+        """Order a load of the last ``tokens`` context tokens into pages. Does nothing if 0."""
         known = self._requests.get(request.request_id)
         if known is None or tokens == 0:
             return
@@ -212,7 +212,7 @@ class SchedulerSide:
         for request_id in step.preempted_req_ids or ():
             known = self._requests.get(request_id)
             if known and known.plan and self._profile.recomputed_tokens(known.plan):
-                # A preempted request must not reuse its pages, which may have recomputed tokens.
+                # A preempted request must not reuse its pages, which may contain recomputed tokens.
                 own = secrets.token_hex()
                 _set_salt(known.request, salt(known.plan, self._profile, own))
         for request_id, known in self._requests.items():
@@ -227,7 +227,7 @@ class SchedulerSide:
         return orders
 
     def take(self, output: KVConnectorOutput) -> None:
-        """Process the workers' reports of finished loads and of blocks that were not stored."""
+        """Process the workers' reports of ended loads and of blocks that were not stored."""
         if not isinstance(report := output.kv_connector_worker_meta, WorkerReport):
             return
         for request_id, fetch in report.fetches.items():
@@ -251,7 +251,7 @@ class SchedulerSide:
             self._unsaved.popitem(last=False)
 
     def finished(self, request: Request) -> dict[str, Any] | None:
-        """Process the end of a request. Returns the answer's ``kv_transfer_params``."""
+        """Process the end of a request. Returns the answer's ``kv_transfer_params``, if any."""
         known = self._requests.pop(request.request_id, None)
         name = (request.kv_transfer_params or {}).get(UNSAVED)
         if known is None and isinstance(name, str):
@@ -278,9 +278,9 @@ class SchedulerSide:
         elif request.skip_reading_prefix_cache:
             reason = "prompt_logprobs, or echo with logprobs, requires a complete prefill"
         elif request.resumable or request.sampling_params is None:
-            reason = "it is not a single prompt with a single answer"
+            reason = "the request is not a single prompt with a single answer"
         elif request.lora_request:
-            reason = "blocks are encoded and read without any LoRA adapter"
+            reason = "blocks are computed without LoRA adapters, but the request has one"
         elif plan.op == "encode" and plan.keep[0].is_stored:
             reason = "the server is read_only" if self._config.read_only else None
         elif plan.op == "encode":
@@ -301,7 +301,7 @@ def _set_salt(request: Request, cache_salt: str | None) -> None:
 
 
 def _grammar_failure(request: Request) -> dict[str, Any] | None:
-    """Return ``kv_transfer_params`` with the reason for a grammar failure, if one occurred.
+    """Return ``kv_transfer_params`` with the reason of a grammar failure, or None.
 
     After an error, llguidance's matcher allows only the end of the answer. Without this check, vLLM
     would treat the answer as complete.

@@ -1,4 +1,4 @@
-"""Service behind the routes: encodes missing blocks, and passes requests to vLLM."""
+"""Service behind the block-mode routes: encodes missing blocks, and passes requests to vLLM."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ _UNRECOGNIZED = (MissError, SegmentationError, ServingError, StoreError, Retryab
 
 
 class _Call(NamedTuple):
-    """A client's request, as ``body`` for this package, and as ``request`` for ``create``, a
-    method of a vLLM handler."""
+    """A client's request, parsed by this package (``body``) and by vLLM (``request``). ``create``
+    is the method of a vLLM handler that answers it."""
 
     body: ChatBody | CompletionBody
     make_prompt: Callable[[Recognizer | None], BlockPrompt]
@@ -58,7 +58,7 @@ class _Call(NamedTuple):
 
 
 class Service:
-    """Implementation of a server's endpoints."""
+    """Implementation of a server's block-mode routes."""
 
     def __init__(
         self, engine_client: Any, state: Any, config: ServingConfig, profile: ModelProfile
@@ -142,7 +142,7 @@ class Service:
         )
 
     async def chat(self, body: ChatBody, request: Any, raw_request: Any) -> Answer:
-        """Answer a chat. Chats without passages are answered by vLLM in full mode."""
+        """Answer a chat, in block mode if it has passages and does not request full mode."""
         tools = None
         if not body.not_text and request.tools:  # In a thread, because grammars may be large.
             tools = await asyncio.to_thread(
@@ -172,7 +172,7 @@ class Service:
         return await self._answer(_Call(body, make_prompt, create, request, raw_request))
 
     async def _answer(self, call: _Call) -> Answer:
-        """Answer a request, in block mode if its prompt contains passages."""
+        """Answer a request, after recognizing passages in its prompt if ``recognize`` is set."""
         body, headers = call.body, call.raw_request.headers
 
         async def render(recognize: Recognizer | None) -> TokenPrompt | None:
@@ -256,7 +256,7 @@ class Service:
 
     @cached_property
     def _prompts(self) -> Prompts:
-        """Prompt renderer. Raises ServingError if the tokenizer cannot be loaded or is wrong."""
+        """Prompt renderer. Raises ServingError unless a tokenizer that fits the model is loaded."""
         try:
             model = self._model_config
             tokenizer = load_tokenizer(model.tokenizer, revision=model.tokenizer_revision)
@@ -274,7 +274,7 @@ class Service:
 
 
 def _with_client(handler: Any, client: RetryingClient) -> Any:
-    """Copy a vLLM handler, and replace its engine client. Returns None for None."""
+    """Copy a vLLM handler, and replace the copy's engine client. Returns None for None."""
     if handler is None:
         return None
     own = copy.copy(handler)
@@ -284,10 +284,10 @@ def _with_client(handler: Any, client: RetryingClient) -> Any:
 
 
 class IndexWriter:
-    """Collects index entries, and writes one file per namespace every few seconds.
+    """Collects index entries, and writes them every ``every_s`` seconds, one file per namespace.
 
     Answers do not wait for the index. A failed write is logged, and retried with the next write in
-    its namespace. The remaining entries are written when the event loop ends.
+    its namespace. Entries still waiting for a write are written when the event loop ends.
     """
 
     def __init__(self, index: PassageIndex, *, every_s: float = 5.0) -> None:
@@ -299,7 +299,7 @@ class IndexWriter:
         self._writing = threading.Lock()
 
     def add(self, entries: Entries, namespace: str) -> None:
-        """Schedule a write of entries. Call it in the event loop, after storing the passages."""
+        """Schedule a write of entries. Must be called in the event loop."""
         if len(entries):
             self._collected.setdefault(namespace, []).append(entries)
             if self._task is None or self._task.done():

@@ -64,7 +64,7 @@ class _Loading:
 
 
 class WorkerSide:
-    """Executes loads and saves on one rank.
+    """Executes the scheduler's orders on one rank: loads, recomputation and saves.
 
     Only the worker's main thread accesses pages, between its steps. Other threads read and write
     stores.
@@ -152,8 +152,8 @@ class WorkerSide:
             self._saver.copy(copy)
 
     def done(self, ended: Iterable[str]) -> KVConnectorTransferResults:
-        """Finish a step by writing loaded blocks to pages. Returns the requests whose loads
-        completed since the last call. ``ended``: ids of requests that have ended."""
+        """Finish a step by writing loaded blocks to pages. Returns the requests whose loads have
+        completed or failed since the last call. ``ended``: Ids of requests that have ended."""
         self._saver.forget(ended)
         for request_id in [key for key, loading in self._loading.items() if loading.blocks.done()]:
             self._finish(self._loading.pop(request_id))
@@ -204,12 +204,12 @@ class WorkerSide:
         self._done.finished_recving.add(request_id)
 
     def _end(self, request_id: str, loaded: _Loaded | None) -> None:
-        """Report the end of a load to the scheduler, which then orders the recomputation."""
+        """Report the end of a load. The scheduler orders recomputation once all ranks report it."""
         self._waiting[request_id] = loaded
         self._report.ended[request_id] = Ended(1, int(loaded is None))
 
     def _recompute(self, request_id: str, *, is_used: bool) -> None:
-        """Recompute the tokens of a request whose load has ended on all ranks."""
+        """Complete a load that has ended on all ranks. Recompute tokens if it ``is_used``."""
         loaded = self._waiting.pop(request_id)
         if loaded is None:
             self._fail(request_id)
@@ -240,7 +240,7 @@ class WorkerSide:
                 continue
             slots = group.slots(order.pages, tokens, device)
             read = [block for block in placed if block.start + block.kv.num_tokens > start]
-            skipped = start - read[0].start  # Tokens of the first block that are already in pages.
+            skipped = start - read[0].start  # Tokens of the first block that are not written.
             angles: Angles = {}
             for index, pages in enumerate(self._pages):
                 if pages.group == group:
@@ -262,8 +262,8 @@ def _on(device: torch.device, kv: BlockKV) -> BlockKV:
 
 
 def _own_layers(indices: Sequence[int], ranks: int, profile: ModelProfile) -> range:
-    """Map the indices of the model's layers that have pages on this pipeline-parallel rank to a
-    range of the profile's layers. Without pipeline parallelism: all layers."""
+    """Return the range of ``profile.layers`` that this pipeline-parallel rank has. ``indices``:
+    Model indices of its layers with pages. Raises ServingError if the profile lacks them."""
     expected = [layer.index for layer in profile.layers]
     own = range(len(expected))
     if ranks > 1 and indices and indices[0] in expected:
@@ -282,7 +282,7 @@ def _check_layer(layer: Any, heads: int, described: LayerProfile, model: str) ->
         raise ServingError(
             f"Layer {described.index} of {model} has latent attention (MLA), but vLLM stores keys "
             "and values of all heads. Unset VLLM_MLA_DISABLE; if it is not set, vLLM does not "
-            "support latent attention for this model: use it in process"
+            "support latent attention for this model: use the model in process"
         )
     found, expected = sizes_of(layer), (heads, described.key_size, described.value_size)
     if found != expected:
@@ -293,5 +293,5 @@ def _check_layer(layer: Any, heads: int, described: LayerProfile, model: str) ->
     if not hasattr(layer.impl, "do_kv_cache_update"):
         raise ServingError(
             f"Blocks cannot be loaded, because {type(layer.impl).__name__} writes pages only "
-            "during attention; use another attention backend (VLLM_ATTENTION_BACKEND)"
+            "during attention; use another attention backend (--attention-backend)"
         )
