@@ -69,7 +69,7 @@ def test_candidates_give_the_results_of_the_corresponding_recipes(
     item = next(one for one in sets.facts() if sum(one.id.encode()) % 3)  # uses the standard prompt
     names = ["none", "none, 10 %", "none, 10 % by all layers", "head:4", "short head"]
     names += ["none, 10 %, half of them first tokens", "the prompt's head, 10 %"]
-    names += ["head, 10 %, selected twice", "head, 10 % by the middle third"]
+    names += ["head, 10 %, selected twice", "head, 10 % by full mode's attention"]
     found = {one.candidate: one for one in compare(engine, CHAT, 6, item, names)}
     assert list(found) == names
     recipes = {"none": "none", "none, 10 %": "recompute:0.1", "head:4": "fast"}

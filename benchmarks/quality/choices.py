@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from diagnosis import joined
@@ -79,7 +80,8 @@ class Candidate:
         layers: Start and end of these layers, as shares of all layers.
         recomputed: Start and end of the layers in which tokens are recomputed. They start from the
             hidden states of block mode, which would have to be stored.
-        twice: Whether attention is measured again after recomputation, to select the final tokens.
+        measured: Context in which attention is measured: block mode's, the one after a first
+            recomputation, or full mode's, which is unknown in practice.
     """
 
     sink: str
@@ -87,7 +89,7 @@ class Candidate:
     layers: tuple[float, float] = (2 / 3, 1)
     first_share: float = 0.0
     recomputed: tuple[float, float] = (0, 1)
-    twice: bool = False
+    measured: Literal["block", "recomputed", "full"] = "block"
 
 
 _SINKS = (BLOCK, "head:4", "head", SHORT, OWN)
@@ -105,7 +107,8 @@ CANDIDATES = {
     "head, 20 %": Candidate("head", 0.2),
     "head, 30 %": Candidate("head", 0.3),
     "head, 10 % by the middle third": Candidate("head", 0.1, layers=(1 / 3, 2 / 3)),
-    "head, 10 %, selected twice": Candidate("head", 0.1, twice=True),
+    "head, 10 %, selected twice": Candidate("head", 0.1, measured="recomputed"),
+    "head, 10 % by full mode's attention": Candidate("head", 0.1, measured="full"),
     "head, 15 % in the lower two thirds": Candidate("head", 0.15, recomputed=(0, 2 / 3)),
     "head, 15 % in the upper two thirds": Candidate("head", 0.15, recomputed=(1 / 3, 1)),
     "head, 30 % in the middle third": Candidate("head", 0.3, recomputed=(1 / 3, 2 / 3)),
@@ -139,11 +142,16 @@ def compare(
             before = ids.context[0] if sink == OWN else _sink(sink, model.tokenizer)
             encoded[sink] = before, placed_context(model, ids.context, before)
         before, base = encoded[sink]
-        context, lengths = base, base.lengths
-        chosen: list[int] = []
-        for _ in range((1 + candidate.twice) * (candidate.share > 0)):
-            chosen = _chosen(model, context, lengths, ids.final, candidate)
-            context = partly_recomputed(model, base, ids.context, before, chosen, candidate)
+        context, chosen = base, list[int]()
+        if candidate.share:
+            recomputed = partial(partly_recomputed, model, base, ids.context, before)
+            select = partial(_chosen, model, lengths=base.lengths, final=ids.final)
+            if candidate.measured == "recomputed":
+                context = recomputed(select(base, candidate=candidate), candidate)
+            elif candidate.measured == "full":
+                context = recomputed(range(base.lengths[0], base.num_tokens), candidate)
+            chosen = select(context, candidate=candidate)
+            context = recomputed(chosen, candidate)
         cache = model.cache_for(context)
         logits = model.answer_logits(context.token_ids, ids.final, answer, cache)
         yield Choice(item.set, item.id, name, *divergence(logits, expected), len(chosen))
@@ -168,6 +176,7 @@ def _sink(name: str, tokenizer: BlockTokenizer) -> list[int]:
 def _chosen(
     model: BlockModel,
     context: Context,
+    *,
     lengths: Sequence[int],
     final: Sequence[int],
     candidate: Candidate,
