@@ -135,7 +135,8 @@ def check_options(options: Sequence[str]) -> None:
 def prevents_recomputing(options: Sequence[str]) -> str | None:
     """Return the first vLLM option that prevents workers from recomputing tokens, if any."""
     found = (_meant(name, NOT_RECOMPUTING) for name in _names(options))
-    return next(filter(None, found), "-pp" if "-pp" in options else None)
+    has_stages = any(word.partition("=")[0] == "-pp" for word in options)
+    return next(filter(None, found), "-pp" if has_stages else None)
 
 
 def _meant(name: str, options: Iterable[str]) -> str | None:

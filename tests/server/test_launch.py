@@ -277,7 +277,7 @@ def test_options_that_prevent_recomputation_are_reported(tmp_path: Path) -> None
     assert prevents_recomputing(["--max-model-len", "64", "--enforce-eager"]) is None
     assert prevents_recomputing(["--enable_lora"]) == "--enable-lora"
     assert prevents_recomputing(["--pipeline-parallel-size=2"]) == "--pipeline-parallel-size"
-    assert prevents_recomputing(["-pp", "2"]) == "-pp"
+    assert prevents_recomputing(["-pp", "2"]) == prevents_recomputing(["-pp=2"]) == "-pp"
     file = tmp_path / "vllm.yaml"
     file.write_text("kv_cache_dtype: fp8\n")
     assert prevents_recomputing(["--config", str(file)]) == "--kv-cache-dtype"
