@@ -34,7 +34,7 @@ _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{16}\.tmp")
 
 
 def temporary_name(path: Path) -> Path:
-    """Unused name for a hidden file in the folder of ``path``; ``is_temporary`` recognizes it."""
+    """Path of an unused, hidden file next to ``path``, whose name ``is_temporary`` recognizes."""
     return path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 Origin = Literal["template", "prompt", "system", "conversation", "answer", "passage", "altered"]
-"""Author of a text.
+"""Where a text comes from.
 
 ``template``: the chat template. ``prompt``: the trusted caller of the engine. ``system``: a system
 message. ``conversation``: a question or a tool result. ``answer``: an earlier answer of the model,

@@ -331,8 +331,8 @@ def check_template_kwargs(tokenizer: Any, variables: Mapping[str, Any] | None) -
         )
     if taken := sorted(_RESERVED & {*variables}):
         raise ValueError(
-            f"Found reserved variables in chat_template_kwargs: {', '.join(taken)}; remove them, "
-            "and pass messages, tools and passages as arguments of the call"
+            f"Found {', '.join(taken)} in chat_template_kwargs, but reserved variables cannot be "
+            "set: pass messages, tools and passages as arguments of the call"
         )
     known = template_variables(tokenizer)
     if unknown := sorted({*variables} - known):

@@ -47,7 +47,7 @@ class PromptFormat:
     Args:
         name: Name for ``prompt_format``, such as ``"chat"``.
         system: System message. Empty: none.
-        before: Text before the first passage, in the user's message.
+        before: Text before the first passage, in the same message.
         titled: Canonical text of a passage with a title, with ``{title}`` and ``{text}``.
         template: Text before and after each canonical text.
         after: Text after the last passage, with ``{question}``.

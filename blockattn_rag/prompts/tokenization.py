@@ -209,7 +209,7 @@ class _RustEncoder:
         return ids
 
     def _cuts(self, text: str, ids: list[int], offsets: list[tuple[int, int]]) -> list[int]:
-        """Positions at which to cut a text so that it is not tokenized to control tokens.
+        """Positions at which to cut a text so that it is not tokenized into control tokens.
 
         The vocabulary may also contain control tokens, such as ``<s>``. A cut after the first
         character prevents the token. The token for unknown characters needs no cut.

@@ -110,8 +110,8 @@ def ingest(
         list[str] | None,
         typer.Option(
             help="Address of a server with the model and the store, such as http://gpu:8000. Its "
-            "API key is read from BLOCKATTN_RAG_API_KEY, and --model is a local name of its "
-            "tokenizer. Repeatable, for servers with the same store. Default: the database's."
+            "API key is read from BLOCKATTN_RAG_API_KEY, and --model is the local name of its "
+            "tokenizer. Repeatable, for servers that share a store. Default: the database's."
         ),
     ] = None,
 ) -> None:

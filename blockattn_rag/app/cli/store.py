@@ -52,7 +52,7 @@ def gc(
         str | None,
         typer.Option(
             help="Also delete entries that have not been used for this time, even if passages "
-            "refer to them. At least --grace. Object stores only record the last write."
+            "refer to them. Must be at least --grace. In object stores, the last write counts."
         ),
     ] = None,
     namespace: Annotated[
@@ -194,7 +194,7 @@ def stats(store: StoreArgument) -> None:
 
 @app.command("ls")
 def list_entries(store: StoreArgument) -> None:
-    """List entries with key, bytes, and time of the last use (in object stores: last write)."""
+    """List each entry's key, bytes, and time of last use (in object stores, of the last write)."""
     rows: Iterator[dict[str, Any]] = (
         {"key": entry.key, "bytes": entry.nbytes, "used": _time(entry.used_ns)}
         for entry in open_maintained(store).entries()

@@ -130,7 +130,7 @@ class Assistant:
             question.encode()
         except UnicodeEncodeError as error:  # Python decodes invalid bytes as lone surrogates.
             raise ValueError(
-                f"Invalid UTF-8 in the question {question[:80]!a}, after {error.start} characters; "
+                f"Invalid UTF-8 after {error.start} characters of the question {question[:80]!a}; "
                 "convert the input, or set the terminal's encoding"
             ) from error
         started = time.perf_counter()

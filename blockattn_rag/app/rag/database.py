@@ -285,7 +285,7 @@ def require_manifest(path: Path) -> Manifest:
 
 
 def chroma_client(path: Path, *, create: bool = False) -> ClientAPI:
-    """Open embedded Chroma in a folder, with telemetry off."""
+    """Open embedded Chroma in a folder, without telemetry. ``create``: Create it if needed."""
     if not create and not (path / _CHROMA_FILE).is_file():
         raise DatabaseError(f"{path} has no Chroma database (expected the file {_CHROMA_FILE})")
     import chromadb

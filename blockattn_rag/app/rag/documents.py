@@ -126,7 +126,7 @@ def _below(folder: Path, exclude: Path | None, loaded: Loaded) -> list[Path]:
 
 
 def _is_file(path: Path) -> bool:
-    """Like ``Path.is_file``, but raises OSError if a path is inaccessible or no longer exists."""
+    """Whether a path is a file. Unlike ``Path.is_file``, raises OSError if it is inaccessible."""
     try:
         return stat.S_ISREG(path.stat().st_mode)
     except OSError as error:

@@ -1,7 +1,7 @@
 """Text extraction from HTML pages, without tags, scripts and styles.
 
-turbohtml always takes linear time, whereas lxml 6.1 and selectolax 1.0 take quadratic time on
-deeply nested pages.
+Pages are parsed with turbohtml, which takes linear time. On deeply nested pages, lxml 6.1 and
+selectolax 1.0 take quadratic time.
 """
 
 from __future__ import annotations
