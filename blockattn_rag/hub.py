@@ -16,7 +16,7 @@ EXPECTED = "a folder, a .gguf file, a hub id, 'bundled' or 'smollm2'"
 _PROBE_S = 5.0
 """Seconds to wait for the hub's first response."""
 _REMEMBERED_S = 60
-"""Seconds for which the result of a probe is cached."""
+"""Maximum number of seconds to cache the result of a probe."""
 
 _lock = threading.Lock()
 _offline_loads = 0

@@ -27,7 +27,7 @@ logger = logging.getLogger("blockattn_rag")
 
 
 class ServerOptions(NamedTuple):
-    """Arguments of ``launch.vllm_command``. ``revision``: Commit on the hub. None for a folder."""
+    """Arguments for ``launch.vllm_command``. ``revision``: Commit on the hub. None for a folder."""
 
     source: str
     dtype: str
@@ -57,9 +57,9 @@ def server_options(
     Args:
         settings: Settings of a database, or of a server without one. ``store`` is required.
         folder: Folder of the database, which may contain its recipe. Default: no database.
-        conflicting_option: vLLM option in use that does not support recomputation. An automatic
-            recipe then recomputes no tokens and logs a warning. vLLM's workers reject any other
-            recipe that recomputes. Default: None.
+        conflicting_option: vLLM option in use that does not support recomputation. With the recipe
+            ``"auto"``, recomputation is then turned off, and a warning is logged. vLLM's workers
+            reject any other recipe that recomputes. Default: None.
     """
     assert settings.store is not None
     check_no_credentials(settings.store)

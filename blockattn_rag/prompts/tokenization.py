@@ -80,7 +80,7 @@ class BlockTokenizer:
         """Context blocks of a prompt, and token ids of its final block.
 
         The model needs at least one token in the final block to predict from. If it has none, the
-        last context block with tokens becomes the final block. Raises ValueError if no block has.
+        last context block with tokens becomes the final block; without any, ValueError is raised.
 
         Args:
             promote: Number of passages at the end of the prompt to compute with the question. The

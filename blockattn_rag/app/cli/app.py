@@ -47,7 +47,7 @@ class _OneLineErrors(TyperGroup):
     """Command group that prints an error as one line, or as a traceback with ``--debug``."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Accept ``_ANYWHERE`` options after a command, and reject NUL, invalid in file names."""
+        """Accept ``_ANYWHERE`` options after a command. Reject NUL, which no file name contains."""
         if damaged := next((argument for argument in args if "\0" in argument), None):
             raise typer.BadParameter(f"Found a NUL character in {damaged!r}; remove it")
         own = args[: args.index("--")] if "--" in args else args

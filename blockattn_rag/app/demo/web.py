@@ -158,8 +158,8 @@ def is_available() -> bool:
 def serve_page(race: Race, examples: Sequence[str], on_ready: Callable[[str], None]) -> None:
     """Serve the page until Ctrl-C.
 
-    The server listens on 127.0.0.1 or on ``$GRADIO_SERVER_NAME``, and rejects uploads and requests
-    for other host names. ``on_ready`` is called with the page's address.
+    The server listens on ``$GRADIO_SERVER_NAME`` or, by default, on 127.0.0.1. It rejects uploads
+    and requests for other host names. ``on_ready`` is called with the page's address.
     """
     import gradio
 

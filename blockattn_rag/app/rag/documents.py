@@ -1,4 +1,4 @@
-"""Reading files into LlamaIndex documents."""
+"""Reads files into LlamaIndex documents."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class HtmlReader(BaseReader):
 
 
 def html_text(page: bytes) -> str:
-    """Extract a page's title and visible text. Raises ValueError if the page cannot be decoded."""
+    """Extract a page's title and visible text. Raises ValueError for invalid or binary text."""
     declared = _XML.match(page)
     known = webencodings.lookup(declared[1].decode("latin-1")) if declared else None
     # A page whose declaration is readable as ASCII cannot be UTF-16.
