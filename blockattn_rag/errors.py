@@ -24,7 +24,7 @@ class ContextOverflowError(BlockAttnError):
 
 
 class MissError(BlockAttnError):
-    """A block's KV is not in the store, and ``on_miss`` is ``"error"``."""
+    """A passage's KV is not in the store, and may not be computed, as with ``on_miss="error"``."""
 
 
 class GrammarError(BlockAttnError, ValueError):
@@ -40,7 +40,7 @@ class IncompleteAnswerError(BlockAttnError, ValueError):
 
 
 class ToolCallError(BlockAttnError, ValueError):
-    """The model was required to call a tool, but produced no tool call or an invalid one."""
+    """A tool call was expected, but the model produced none, or an invalid one."""
 
 
 class DataError(BlockAttnError):
@@ -48,7 +48,7 @@ class DataError(BlockAttnError):
 
 
 class DatabaseError(BlockAttnError):
-    """A database folder is missing, has an unsupported version, or cannot serve the request."""
+    """A database folder is missing, damaged or of another version, or cannot serve the request."""
 
 
 class DivergedError(BlockAttnError):
@@ -64,7 +64,7 @@ class CorruptEntryError(StoreError):
 
 
 class FingerprintMismatchError(StoreError):
-    """A stored entry was written with a different model, tokenizer or dtype."""
+    """A stored entry belongs to a different model, tokenizer, dtype, text or namespace."""
 
 
 class StoreUnavailableError(StoreError):
@@ -72,7 +72,7 @@ class StoreUnavailableError(StoreError):
 
 
 class ServingError(BlockAttnError):
-    """A server rejected or failed a request, or did not answer in block mode."""
+    """A server cannot be started or reached, or it rejected or failed a request."""
 
 
 class ProtocolError(ServingError, ValueError):

@@ -23,7 +23,7 @@ def state_folder() -> Path:
     the user's cache folder (``$XDG_CACHE_HOME`` or ``~/.cache``).
 
     Raises:
-        RuntimeError: the user has no home folder.
+        RuntimeError: Neither variable is set, and the user has no home folder.
     """
     if home := os.environ.get("BLOCKATTN_RAG_HOME"):
         return Path(home)
@@ -34,13 +34,13 @@ _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{16}\.tmp")
 
 
 def temporary_name(path: Path) -> Path:
-    """Unused name for a hidden file in the folder of ``path``; ``is_temporary`` recognizes it."""
+    """Path of an unused, hidden file next to ``path``, whose name ``is_temporary`` recognizes."""
     return path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
 
 
 def is_temporary(name: str) -> bool:
-    """Whether ``name`` is from ``temporary_name``. Such a file is still being written, or was left
-    behind by a process that died while writing it."""
+    """Whether ``name`` is one that ``temporary_name`` creates. Its file is still being written, or
+    was left behind by a process that died while writing it."""
     return _TEMPORARY.fullmatch(name) is not None
 
 
@@ -56,7 +56,7 @@ def replacing(path: Path, *, mode: int = 0o666, fsync: bool = True) -> Iterator[
             but ``path`` may be missing or truncated after a power failure.
 
     Raises:
-        OSError: the file cannot be written or renamed.
+        OSError: The file cannot be written or renamed.
     """
     temporary = temporary_name(path)
     try:
@@ -84,8 +84,8 @@ def locked(path: Path, *, timeout_s: float | None = None) -> Iterator[None]:
         timeout_s: Seconds to wait. Default: ``LOCK_TIMEOUT_S``.
 
     Raises:
-        TimeoutError: the lock is still not free after ``timeout_s``.
-        OSError: the file cannot be created or locked.
+        TimeoutError: The lock is still not free after ``timeout_s``.
+        OSError: The file cannot be created or locked.
     """
     from filelock import FileLock, Timeout
 

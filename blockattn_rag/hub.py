@@ -16,7 +16,7 @@ EXPECTED = "a folder, a .gguf file, a hub id, 'bundled' or 'smollm2'"
 _PROBE_S = 5.0
 """Seconds to wait for the hub's first response."""
 _REMEMBERED_S = 60
-"""Seconds for which the result of a probe is cached."""
+"""Maximum number of seconds to cache the result of a probe."""
 
 _lock = threading.Lock()
 _offline_loads = 0
@@ -61,10 +61,10 @@ def _is_hub_id(name: str) -> bool:
 def hub_errors(
     name: str, *, is_local: bool = False, shown: str = "", expected: str = EXPECTED, fix: str = ""
 ) -> Iterator[None]:
-    """Context manager that probes the hub before a model is loaded, and shortens its errors.
+    """Context manager that probes the hub before a model is loaded, and shortens the hub's errors.
 
     The hub's packages retry every file several times, and raise multi-line errors about tokens,
-    caches and web pages, which do not name the model if there is no connection.
+    caches and web pages. Without a connection, these errors do not name the model.
 
     Args:
         is_local: Whether the model is on this machine. The hub is not probed for local models, nor

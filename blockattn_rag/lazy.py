@@ -66,9 +66,9 @@ def missing_extra(package: str, extra: str) -> str:
 
 
 def _from_a_folder() -> bool:
-    """Whether this package runs from a repository, or was installed from a file."""
+    """Whether this package runs from a repository, or was installed from a folder, file or URL."""
     try:
-        # pip writes this file for packages installed from a folder or a URL (PEP 610).
+        # pip writes this file unless it found the package on an index (PEP 610).
         return distribution("blockattn-rag").read_text("direct_url.json") is not None
     except PackageNotFoundError:
         return True

@@ -27,7 +27,7 @@ logger = logging.getLogger("blockattn_rag")
 
 
 class ServerOptions(NamedTuple):
-    """Arguments of ``launch.vllm_command``. ``revision``: Commit on the hub. None for a folder."""
+    """Arguments for ``launch.vllm_command``. ``revision``: Commit on the hub. None for a folder."""
 
     source: str
     dtype: str
@@ -36,7 +36,7 @@ class ServerOptions(NamedTuple):
 
 
 def settings_of(path: Path) -> Manifest:
-    """Return a database's settings and store, or raise DatabaseError if it uses a server."""
+    """Return a database's manifest with its store, or raise DatabaseError if it uses a server."""
     manifest = require_manifest(path)
     if manifest.servers:
         raise DatabaseError(
@@ -55,11 +55,11 @@ def server_options(
     weight files unless their digests are cached.
 
     Args:
-        settings: Model, recipe, dtype, and the store, which is required.
+        settings: Settings of a database, or of a server without one. ``store`` is required.
         folder: Folder of the database, which may contain its recipe. Default: no database.
-        conflicting_option: vLLM option in use that does not support recomputation. An automatic
-            recipe then recomputes no tokens and logs a warning. vLLM's workers reject any other
-            recipe that recomputes. Default: None.
+        conflicting_option: vLLM option in use that does not support recomputation. With the recipe
+            ``"auto"``, recomputation is then turned off, and a warning is logged. vLLM's workers
+            reject any other recipe that recomputes. Default: None.
     """
     assert settings.store is not None
     check_no_credentials(settings.store)
@@ -78,7 +78,7 @@ def server_options(
         "recipe": _name_of(recipe),
         "fingerprint": profile_of(model, recipe).fingerprint,
     }
-    if recipe.adapter is not None:  # An adapter requires a file.
+    if recipe.adapter is not None:  # Its files may change before vLLM's processes read them.
         connector["recipe_digest"] = recipe.digest
     changed = {"namespace": settings.namespace, "kv_dtype": settings.kv_dtype}
     connector |= {name: value for name, value in changed.items() if value not in ("", "model")}

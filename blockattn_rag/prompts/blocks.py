@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 Origin = Literal["template", "prompt", "system", "conversation", "answer", "passage", "altered"]
-"""Author of a text.
+"""Where a text comes from.
 
 ``template``: the chat template. ``prompt``: the trusted caller of the engine. ``system``: a system
 message. ``conversation``: a question or a tool result. ``answer``: an earlier answer of the model,
@@ -32,8 +32,8 @@ class Keep(NamedTuple):
     """Where a block's KV may be kept. Determined by the block's origin (``keep_of``).
 
     Args:
-        is_private: Whether only other private blocks can hit the KV, so that response times do not
-            reveal which passages are stored.
+        is_private: Whether the KV is reused only between private blocks, so that response times for
+            private text do not reveal which passages are stored.
         is_stored: Whether the KV is written to the store. If not, it is only kept in memory.
     """
 
@@ -199,9 +199,10 @@ class BlockPrompt:
 
     @classmethod
     def from_texts(cls, texts: Sequence[str | Block]) -> BlockPrompt:
-        """Create a prompt from a list whose last item is the final block.
+        """Create a prompt from a list whose last item is the text of the final block.
 
-        Other strings are passages, in which control tokens are not parsed. Empty ones are dropped.
+        Other items are blocks, or passages as strings. Empty strings are dropped. Control tokens
+        are parsed in the final block, but not in passages.
         """
         is_list = isinstance(texts, Iterable) and not isinstance(texts, (str, bytes, Mapping))
         if not is_list or not texts:

@@ -1,11 +1,11 @@
-"""Renders chat messages with a model's chat template, and tracks each piece of text's origin.
+"""Renders chat messages with a model's chat template, and tracks the origin of each piece of text.
 
 A chat template is a program that may trim, escape or drop contents. Its output does not show
 whether ``<|im_end|>`` came from the template or from a message, but a question that quotes a
-control token must not end its turn. Every template is therefore rendered twice. The first
-rendering, with the contents, produces the text. The second rendering, with a slot in place of each
-content, reveals the template's own text. Between the pieces of the template's text, each content
-must appear unchanged, trimmed or escaped.
+control token must not end its turn. Every template is therefore rendered twice: with the contents,
+to produce the text, and with a placeholder (slot) for each content, to reveal the template's own
+text. The contents are then located between the pieces of the template's text, where they may appear
+unchanged, trimmed, escaped or without thoughts.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Render: TypeAlias = Callable[..., str]
 Spans: TypeAlias = tuple[Span, ...]
 
 # Templates compare the values of these fields, or check their lengths, so values with only harmless
-# characters are passed unchanged. In ids, other characters are replaced one by one.
+# characters are not replaced by slots. In ids, any other character becomes an underscore.
 _COMPARED_FIELDS = ("role", "type", "name", "id", "tool_call_id")
 _ID_FIELDS = ("id", "tool_call_id")
 _HARMLESS = re.compile(r"[\w.:/ -]{0,128}")
@@ -71,14 +71,15 @@ def chat_spans(
 ) -> Spans:
     """Render messages with the chat template of ``tokenizer``, and return spans by origin.
 
-    Consecutive messages of one role are merged, because many templates require alternating roles.
-    If the template has no system role, the system message is moved into the first user message.
-    Spans of different messages are not joined, even if the template adds no text between them.
+    Consecutive messages of one role without other fields are merged, because many templates require
+    alternating roles. If the template rejects or drops the system message, it moves into the next
+    one. Spans of different messages are not joined, even without template text between them.
 
     Args:
         messages: Messages with ``role``, ``content``, and other fields that the template reads. The
             content is a tuple of spans, or a string with markers around passages.
         tools: Tool definitions, in which control tokens are not parsed.
+        tools_variable: Name of the template variable for ``tools``.
         template_kwargs: Other template variables, such as ``enable_thinking``.
     """
     render = partial(
@@ -180,7 +181,7 @@ def spans_of(message: Message) -> Spans:
 
 
 def _plain_id(value: str, field: str) -> str:
-    # Characters are replaced, not removed, because some templates check the length.
+    # Some templates require ids of a fixed length, so characters are replaced, not removed.
     return _HARMFUL_CHARACTER.sub("_", value)[:128] if field in _ID_FIELDS else value
 
 
@@ -217,13 +218,13 @@ def _merge_same_role(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 class _Slots:
-    """Placeholders for untrusted strings, with random names that no string can contain."""
+    """Placeholders for untrusted strings, with random names that no author of text can guess."""
 
     def __init__(self) -> None:
         self._name = f"Kv{secrets.token_hex(8)}"
         self.pattern = re.compile(rf"{self._name}x(\d+)x")
         self.spans: list[Spans] = []
-        self.of_turn: dict[int, int] = {}  # Slot of the content, by id(message).
+        self.of_turn: dict[int, int] = {}  # Slot number of each message's content, by id(message).
 
     def put_in(self, turn: Message) -> dict[str, Any]:
         """Replace a message's content, and all other untrusted strings, with slots."""
@@ -235,7 +236,7 @@ class _Slots:
         def replaced(value: str, field: str) -> str:
             if field in _COMPARED_FIELDS and _HARMLESS.fullmatch(value):
                 return value
-            # Calls contain no passages, so markers are removed.
+            # Tool calls and other fields cannot contain passages, so their markers are removed.
             return self.slot((Span(text_of(content_spans(value, origin)), origin),))
 
         return {**_with_strings(_fields(turn), replaced), "content": content}
@@ -250,7 +251,8 @@ class _Slots:
 def _with_strings(value: Any, change: Callable[[str, str], str], field: str = "") -> Any:
     """Replace each string in a nested value with ``change(string, name of its field)``.
 
-    Field names in the arguments of a tool call are arbitrary, so all of them are ``"arguments"``.
+    Keys count as the field ``"name"``. The arguments of a tool call have arbitrary keys, so every
+    value in them counts as the field ``"arguments"``.
     """
     if isinstance(value, Mapping):
         return {
@@ -265,7 +267,7 @@ def _with_strings(value: Any, change: Callable[[str, str], str], field: str = ""
 
 
 def _find(contents: Sequence[Spans], text: str, template: Sequence[str]) -> list[Spans] | None:
-    """Find the contents in ``text``, between the pieces of the template, or return None."""
+    """Return the contents as they appear in ``text`` between the template's pieces, or None."""
     if not text.startswith(template[0]):
         return None
     renderings, at = [], len(template[0])
@@ -281,13 +283,13 @@ def _find(contents: Sequence[Spans], text: str, template: Sequence[str]) -> list
 
 
 def _as_templates_show(spans: Spans) -> Iterator[Spans]:
-    """Yield the forms in which templates render a content: trimmed, without thoughts, escaped."""
+    """Yield a content as templates may render it: unchanged, trimmed, without thoughts, escaped."""
     text, end = text_of(spans), "</think>"
     stop, right = len(text), len(text.rstrip())
     parts = []
     for start in [0, text.rfind(end) + len(end)] if end in text else [0]:
         left, line = (stop - len(text[start:].lstrip(blanks)) for blanks in (None, "\n"))
-        # Not trimmed, trimmed on both sides, on the left, on the right, and by leading newlines.
+        # Untrimmed, then trimmed on both sides, on the left, on the right, and of leading newlines.
         parts += [(start, stop), (left, right), (left, stop), (start, right), (line, stop)]
     yield from (_cut(spans, *part) for part in parts)
     for ensure_ascii in (False, True):
@@ -315,10 +317,10 @@ def _changed(span: Span, text: str) -> Span:
 
 
 def check_template_kwargs(tokenizer: Any, variables: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Validate template variables that an application sets, such as ``enable_thinking``.
+    """Validate template variables that an application sets, and return them as a dict.
 
     Control tokens in values are parsed, so values must come from the application, never from its
-    users.
+    users. Raises ``TypeError`` or ``ValueError`` for invalid, reserved or unknown variables.
     """
     if not variables:
         return {}
@@ -329,8 +331,8 @@ def check_template_kwargs(tokenizer: Any, variables: Mapping[str, Any] | None) -
         )
     if taken := sorted(_RESERVED & {*variables}):
         raise ValueError(
-            f"Found {', '.join(taken)} in chat_template_kwargs, which this package sets itself: "
-            "pass messages, tools and passages as arguments of the call"
+            f"Found {', '.join(taken)} in chat_template_kwargs, but reserved variables cannot be "
+            "set: pass messages, tools and passages as arguments of the call"
         )
     known = template_variables(tokenizer)
     if unknown := sorted({*variables} - known):

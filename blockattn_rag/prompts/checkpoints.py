@@ -16,7 +16,7 @@ from blockattn_rag.prompts.sinks import NO_SINK
 AUTO_FORMAT = "auto"
 """Name for the format that a known checkpoint was trained with, or ``chat`` for other models."""
 
-# The command line shows this logger's messages as notes.
+# The command line shows this logger's warnings as notes.
 logger = logging.getLogger("blockattn_rag.app.rag")
 
 
@@ -45,7 +45,7 @@ class Checkpoint:
 
 
 def other_switches(model: str, trained: Mapping[str, str], used: Mapping[str, str]) -> str:
-    """Sentence that warns of options that differ from training. Empty if all options match."""
+    """Warning about options that differ from those in training. Empty if all options match."""
     if all(used[name] == value for name, value in trained.items()):
         return ""
     with_, other = (
@@ -75,7 +75,7 @@ def known_checkpoint(model: str) -> Checkpoint | None:
     """Find a known checkpoint by hub id or path, or return None. Ignores case, like the hub.
 
     Recognizes snapshots in the hub's cache (``models--OWNER--NAME/snapshots/REVISION``) and folders
-    ``OWNER/NAME``. Other folders with the model's name may contain a fine-tuned copy.
+    ``OWNER/NAME``, but no other folders named ``NAME``, which may contain a fine-tuned copy.
     """
     *_, owner, name, last = ("", "", "", *Path(model).parts)
     hub_id = f"{name}/{last}"

@@ -45,9 +45,9 @@ class PromptFormat:
     """Format of prompts with a question and passages.
 
     Args:
-        name: Name for the command line.
+        name: Name for ``prompt_format``, such as ``"chat"``.
         system: System message. Empty: none.
-        before: Text before the first passage, in the user's message.
+        before: Text before the first passage, in the same message.
         titled: Canonical text of a passage with a title, with ``{title}`` and ``{text}``.
         template: Text before and after each canonical text.
         after: Text after the last passage, with ``{question}``.
@@ -90,8 +90,7 @@ class PromptFormat:
         return BlockPrompt.from_spans(spans, self.template)
 
     def user_spans(self, question: Sequence[Span], passages: Sequence[Passage]) -> tuple[Span, ...]:
-        """Create the user's message: text before the passages, the passages, and the question with
-        the text around it."""
+        """Create the user's message: ``before``, the passages, and ``after`` with the question."""
         before, _, after = self.after.partition("{question}")
         return (
             Span(self.before, "system"),  # This text is the same for every question.
@@ -101,7 +100,7 @@ class PromptFormat:
 
 
 def follow_up(question: str, tokenizer: Any) -> tuple[Span, ...]:
-    """Text from the end of an answer to the start of the next one, including ``question``."""
+    """Spans from the end of an answer to the start of the next one, including ``question``."""
     if not has_chat_template(tokenizer):
         return (Span(f"\n\nQuestion: {question}\nAnswer: ", "conversation"),)
     answer = (Span(_SENTINEL, "prompt"),)
@@ -115,7 +114,7 @@ def follow_up(question: str, tokenizer: Any) -> tuple[Span, ...]:
 
 
 def answer_end(tokenizer: Any) -> str:
-    """End-of-turn or EOS token that closes an answer. Training data must include it."""
+    """End-of-turn or EOS text that closes an answer, if any. Training data must include it."""
     eos = str(tokenizer.eos_token or "")
     if not has_chat_template(tokenizer):
         return eos
@@ -124,7 +123,7 @@ def answer_end(tokenizer: Any) -> str:
     return rest.rstrip() or eos
 
 
-# LlamaIndex joins passages with a blank line, which becomes part of the passage's block.
+# LlamaIndex joins passages with a blank line, which becomes part of the block before it.
 BLANK_LINE = BlockTemplate(after="\n\n")
 
 CHAT = PromptFormat(

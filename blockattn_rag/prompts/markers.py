@@ -5,13 +5,13 @@ ends::
 
     [[kvblock:H]]text[[/kvblock:H]]
 
-``H`` has 32 hex digits: the first 16 of the text's SHA-256, and the first 16 of their HMAC with
-this installation's key. A marker therefore proves that this installation created it, and shows
-whether the text has changed since. Any other marker, for example in a question, is ordinary text.
+``H`` has 32 hex digits: the first 16 of the text's SHA-256, and the first 16 of the HMAC of those
+16 with this installation's key. A marker therefore proves that this installation created its
+digits, and shows whether the text has changed since. Any other marker is ordinary text.
 
 A text splitter may cut a passage, which leaves a marker without its partner (an *orphan*), or may
-cut within the partner. A piece of the partner has the orphan's digits, so it can be recognized and
-removed without changing other text.
+cut within the partner. The orphan determines the partner's text, so a piece of the partner can be
+recognized and removed.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ _HALF = 16
 _SHORTEST_PIECE = 6  # Length of "[[/kvb". Shorter pieces may be ordinary text.
 
 MAX_MARKED = 4096
-"""Maximum number of marked passages in one message."""
+"""Maximum number of marked passages in one text, such as a message."""
 
 
 class Marker(NamedTuple):
-    """A marker of this installation, at ``string[start:end]``."""
+    """A marker of this installation, at ``string[start:end]``. ``seal``: Its 32 hex digits."""
 
     start: int
     end: int
@@ -72,7 +72,7 @@ class Marker(NamedTuple):
 
 
 class MarkedSpan(NamedTuple):
-    """A marked passage, ``string[start:end]``. ``intact``: Whether its text is unchanged."""
+    """A passage with markers, ``string[start:end]``. ``intact``: Whether its text is unchanged."""
 
     start: int
     end: int
@@ -144,7 +144,7 @@ def own_markers(string: str) -> list[Marker]:
 
 
 def _partners(markers: Sequence[Marker]) -> dict[int, int]:
-    """Map the index of each opening marker to that of the next closing marker with the same digits.
+    """Map each opening marker's index to that of the next marker with its digits, if it closes.
 
     A text cannot contain its own digest, so no marker inside a passage has the passage's digits.
     """
@@ -177,7 +177,7 @@ def _warn_of_foreign_markers() -> None:
 
 
 def marker_key() -> bytes:
-    """This installation's key, from the environment or from a file in the user's state folder."""
+    """This installation's key, from the environment or a file. Random if it cannot be saved."""
     with _key_guard:  # Concurrent threads must not create different keys.
         return _found_key()
 
@@ -229,7 +229,7 @@ def content_spans(content: str, origin: Origin) -> list[Span]:
     passages, gaps = parse(content)
     if len(passages) > MAX_MARKED:
         raise SegmentationError(
-            f"Found {len(passages)} marked passages in one message, expected at most {MAX_MARKED}: "
+            f"Found {len(passages)} marked passages in one text, expected at most {MAX_MARKED}: "
             "retrieve fewer passages"
         )
     spans = [Span(_without_orphans(content, gaps[0]), origin)]

@@ -1,11 +1,10 @@
-"""Finds passages in text without markers: indexed passages, and sources that chat front ends mark
-in their own way.
+"""Finds passages in text without markers: indexed passages, and sources marked by chat front ends.
 
 A passage's index entry consists of a polynomial hash of the ``WINDOW`` characters in its middle, a
 hash of all characters, its length, and its handle. The middle is used because many passages start
 or end alike, with a header or a footer. A scan hashes every window of a text in one pass. Each
-window that is in the index yields a candidate passage, whose text is verified by its handle, so a
-wrong entry can only cost time.
+window that is in the index yields candidate passages, whose texts are verified by both hashes and
+the handle, so a wrong entry never yields a wrong passage.
 
 Importing this module does not load torch.
 """
@@ -33,8 +32,8 @@ WINDOW = 32
 not indexed."""
 
 MOST_PASSAGES = 127
-"""Maximum number of passages in a prompt after recognition. With text between them, a prompt has at
-most 256 blocks, which is the limit of servers."""
+"""Number of passages in a prompt, marked ones included, at which recognition stops. With text
+around each of them, the prompt has 255 blocks, within the limit of servers (256)."""
 
 ENTRY = np.dtype([("window", "<u8"), ("whole", "<u8"), ("chars", "<u4"), ("handle", "u1", (16,))])
 """A passage's index entry: hash of its window, hash of all characters, number of characters, and
@@ -45,9 +44,9 @@ MOST_CHARACTERS = 1 << 20
 
 _BASE, _SCALE = 0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93
 _MASK = (1 << 64) - 1
-# Maximum number of hash comparisons per scan, which bounds the work for similar passages.
+# Maximum number of candidates per index in a scan, because many passages may share a window.
 _MOST_PAIRS = 1 << 17
-_WASTED = 8  # A scan stops after hashing this multiple of its text without a match.
+_WASTED = 8  # A scan stops after failed handle checks of this many times the text's length.
 
 # A run without letters and digits that is at least as long as the shortest indexed passage.
 _WORDLESS = re.compile(rf"[\W_]{{{WINDOW},}}")
@@ -63,7 +62,7 @@ _SOURCE_MARKS = re.compile(
 _SOURCE_ORIGINS: frozenset[Origin] = frozenset({"conversation", "system"})
 
 # Two characters that may belong to one grapheme. Flags and joined emoji or letters depend on
-# earlier characters, so any two flag letters match, as does any character after a joiner.
+# earlier characters, so any two flag letters match, as does a letter or emoji after a joiner.
 _GRAPHEME = regex.compile(
     r"\X|.\p{M}|[\p{M}\p{GCB=Extend}\p{GCB=ZWJ}][\w\p{Extended_Pictographic}]", regex.DOTALL
 )
@@ -95,9 +94,9 @@ def _characters(text: str) -> Integers:
 
 
 def entries_of(texts: Iterable[str]) -> Entries:
-    """Create index entries for passages, without surrounding white space.
+    """Create index entries for passages, ignoring surrounding white space.
 
-    Passages shorter than ``WINDOW``, and passages without letters or digits, are skipped.
+    Skips passages without letters or digits, and those that are too short or too long to index.
     """
     rows = []
     for text in (text.strip() for text in texts):
@@ -119,7 +118,7 @@ class PassageMatcher:
         self._windows = np.ascontiguousarray(self.entries["window"])
         self._chars = self.entries["chars"].astype(np.int64)
         # A bit table, indexed by the first bits of a hash, rejects most windows without a search.
-        # It takes 8 bytes per passage, so that it stays in the CPU cache.
+        # It takes 8 to 16 bytes per passage, but at least 512 bytes and at most 128 MiB.
         bits = min(30, max(12, (64 * len(entries)).bit_length()))
         self._shift = np.uint64(64 - bits)
         seen = np.zeros(1 << bits, np.bool_)
@@ -140,12 +139,12 @@ class PassageMatcher:
     def split(
         self, spans: Iterable[Span], *others: PassageMatcher, in_system: bool = False
     ) -> tuple[Span, ...]:
-        """Find indexed passages in a prompt's spans, and split them into spans of their own.
+        """Turn the parts of a prompt's spans that are indexed passages into spans of their own.
 
-        The longest passages are found first, and passages never overlap. Chat template text,
-        earlier answers and existing passages stay unchanged. A passage must lie within one span,
-        and so within one message (``chat_spans``). It must not start or end within a word, because
-        its tokens would differ.
+        Longer passages take precedence, and passages never overlap. Chat template text, earlier
+        answers and existing passages stay unchanged, as do prompts with more than
+        ``MOST_CHARACTERS``. A passage must lie within one span, and so within one message
+        (``chat_spans``). It must not start or end within a word, because its tokens would differ.
 
         Args:
             others: Additional indexes to search.
@@ -166,7 +165,7 @@ class PassageMatcher:
     def candidates(
         self, sums: Integers, inverses: Integers, windows: Integers
     ) -> tuple[Integers, Entries]:
-        """Possible passage starts in a text, given its ``_hashes``, and their index entries."""
+        """Starts of candidate passages, and their entries. Takes the ``_hashes`` of a text."""
         prefixes = windows >> self._shift
         seen = self._seen.take((prefixes >> np.uint64(3)).view(np.int64))
         at = np.flatnonzero((seen >> (prefixes.astype(np.uint8) & 7)) & 1)
@@ -185,7 +184,7 @@ class PassageMatcher:
 
 
 def marked_sources(spans: Iterable[Span]) -> tuple[Span, ...]:
-    """Find the sources that chat front ends mark in a prompt, and make each of them a passage.
+    """Turn sources that chat front ends mark in a prompt into passages, up to ``MOST_PASSAGES``.
 
     A source is the text between an opening mark and the next closing mark of the same kind, such as
     ``<source id="1" name="notes.txt">`` and ``</source>``. The marks remain as text, because their
@@ -201,8 +200,8 @@ def marked_sources(spans: Iterable[Span]) -> tuple[Span, ...]:
 
 
 def _sources(text: str) -> Iterator[tuple[int, int]]:
-    """Start and end of each source, in order."""
-    # Start of the open source of each kind. A later mark replaces an unclosed mark.
+    """Start and end of each source that is not blank, in order."""
+    # Start of the unclosed source of each kind. A later opening mark of the kind replaces it.
     starts: dict[str, int] = {}
     for mark in _SOURCE_MARKS.finditer(text):
         kind, _, is_end = str(mark.lastgroup).partition("_")
@@ -220,7 +219,7 @@ def _room(spans: Iterable[Span]) -> int:
 
 
 def _split_out(spans: Sequence[Span], places: list[tuple[int, int]]) -> tuple[Span, ...]:
-    """Turn parts of spans into passages. ``places``: Start and end of each part, in order."""
+    """Turn ``text_of(spans)[start:end]`` into a passage for each of the sorted ``places``."""
     text, at = text_of(spans), 0
     pieces: list[Span] = []
     for span, end in zip(spans, accumulate(len(span.text) for span in spans), strict=True):
@@ -259,7 +258,7 @@ def _passages(
     for row in np.lexsort((starts, starts - stops)).tolist():
         start, stop = int(starts[row]), int(stops[row])
         if taken[start] or taken[stop - 1]:
-            # A passage of at least this length already covers this text.
+            # It overlaps a passage that is at least as long.
             continue
         if any(_is_within(text, cut, first[row], last[row]) for cut in (start, stop)):
             continue

@@ -28,7 +28,7 @@ def conversation(
         messages: Messages with the fields ``role`` and ``content`` only.
         tokenizer: Transformers tokenizer with a chat template.
         blocks_per_turn: Maximum number of blocks per turn. Turns are split at paragraphs,
-            horizontal rules or lines. The last turn is only split if it is the only turn, as in
+            horizontal rules or lines. The last turn is only split if no other turn has text, as in
             single-turn training data.
 
     Raises:

@@ -2,12 +2,11 @@
 
 Models pay much attention to the first tokens of a prompt, regardless of their meaning. If a passage
 is encoded without a prefix, its first tokens become an attention sink, so a prompt with many
-passages has many sinks. If it is encoded after the head of a prompt, the head is the only sink, as
-in full attention (the shared prefix of APE, arXiv 2502.05431). This adds no cost per answer.
-
-The first 4 tokens of a head work as well as the complete head, unless tokens are recomputed. Sinks
-do not depend on the prompt, so blocks are reused in prompts with any system message.
-docs/guides/stock_models.md lists all sinks.
+passages has many sinks. If it is encoded after a *head*, the text at the start of a prompt, the
+head is the only sink, as in full attention (the shared prefix of APE, arXiv 2502.05431). This adds
+no cost per answer. The first 4 tokens of a head work as well as the complete head, unless tokens
+are recomputed. The head always has the system message of the ``chat`` format, so blocks are reused
+in prompts with any system message. docs/guides/stock_models.md lists all sinks.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ def is_sink(name: str) -> bool:
 
 
 def sink_ids(sink: str, tokenizer: BlockTokenizer) -> list[int]:
-    """Token ids of a sink. Raises ``ValueError`` if the model cannot provide it."""
+    """Token ids of a sink. Raises ``ValueError`` if it is unknown or does not fit the model."""
     if check_sink(sink) == NO_SINK:
         return []
     if sink == "bos":
@@ -60,10 +59,10 @@ def sink_ids(sink: str, tokenizer: BlockTokenizer) -> list[int]:
 
 
 def _whole_head_ids(tokenizer: BlockTokenizer) -> list[int]:
-    """Token ids of the complete head, up to the first passage.
+    """Token ids of the complete head, up to the first passage, independent of today's date.
 
-    The date in a template is fixed, because a head with a new date would turn all stored blocks
-    into misses."""
+    A head with a new date would turn all stored blocks into misses.
+    """
     template = str(tokenizer.tokenizer.chat_template)
     writes_today = "strftime_now" in template and "date_string" not in template
     if not has_chat_template(tokenizer.tokenizer) or writes_today:

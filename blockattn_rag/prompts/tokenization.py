@@ -3,8 +3,8 @@
 Each block is tokenized independently, so its token ids do not depend on other blocks. Padding,
 truncation and the parsing of special tokens are mutable state of a tokenizer, which any user of the
 tokenizer can change. Blocks are therefore tokenized with private copies. One copy recognizes the
-model's added tokens (control tokens and others) in template text. Of the added tokens, the other
-copies only recognize runs of blanks.
+model's added tokens, such as control tokens, in trusted text. The other copies tokenize the rest,
+and recognize no added tokens except harmless ones, such as runs of blanks.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ class PromptIds(NamedTuple):
 class BlockTokenizer:
     """Tokenizer of blocks, with a private copy of a transformers tokenizer. Thread-safe.
 
-    Only the model's prefix (BOS) is added as a special token, once, at the start of the prompt.
-    Control tokens and other added tokens are only parsed in text from a template or from the
-    engine's caller. Text between two added tokens is tokenized as one piece, regardless of its
-    origin.
+    The only special tokens that it adds are the model's prefix, usually BOS, once, at the start of
+    the prompt. Control tokens and other added tokens are only parsed in text from a template or
+    from the engine's caller. Text between two added tokens is tokenized as one piece, regardless of
+    its origin.
 
     Args:
-        tokenizer: Transformers tokenizer. Later changes to it have no effect.
+        tokenizer: Transformers tokenizer. Later changes to it have no effect on token ids.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -60,7 +60,7 @@ class BlockTokenizer:
     def final_ids(self, text: str | Iterable[Span], *, first: bool) -> list[int]:
         """Token ids of the final block, with BOS if no context precedes it.
 
-        ``text``: Text by origin, or a trusted string, in which control tokens are parsed.
+        ``text``: Spans, or a trusted string, in which control tokens are parsed.
         """
         ids = self._ids([Span(text, "prompt")] if isinstance(text, str) else text)
         # Most chat templates already include BOS. Do not add it twice.
@@ -79,8 +79,8 @@ class BlockTokenizer:
     ) -> tuple[list[Block], list[int]]:
         """Context blocks of a prompt, and token ids of its final block.
 
-        The model needs at least one token in the final block to predict from. If there is none, the
-        last context block with tokens becomes the final block.
+        The model needs at least one token in the final block to predict from. If it has none, the
+        last context block with tokens becomes the final block; without any, ValueError is raised.
 
         Args:
             promote: Number of passages at the end of the prompt to compute with the question. The
@@ -106,7 +106,7 @@ class BlockTokenizer:
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 of everything that determines token ids."""
+        """SHA-256 of the tokenizer's state, or of vocabulary and class without a Rust backend."""
         return hashlib.sha256(f"{self._encoder.digest}:{self.prefix_ids}".encode()).hexdigest()
 
     def _ids(self, spans: Iterable[Span]) -> list[int]:
@@ -129,7 +129,7 @@ class BlockTokenizer:
 
 
 class _FoundToken(NamedTuple):
-    """An added token at ``text[start:end]``, including white space that the token strips."""
+    """An added token at ``text[start:end]``, and whether it strips blanks before and after it."""
 
     start: int
     end: int
@@ -158,14 +158,14 @@ def _prefix_of(full: list[int], plain: list[int]) -> list[int]:
 
 
 def _is_control(token: str) -> bool:
-    # Runs of blanks are harmless, and ordinary tokens in some vocabularies.
+    # Single characters and runs of blanks are harmless, and ordinary tokens in some vocabularies.
     return len(token) > 1 and not token.replace("\u2581", " ").isspace()
 
 
 class _RustEncoder:
-    """Copies of a ``tokenizers.Tokenizer``, the usual backend of transformers.
+    """Encoder with private copies of a ``tokenizers.Tokenizer``, transformers' usual backend.
 
-    The copies share one vocabulary, which would take seconds to copy.
+    The copies share one vocabulary, because copying a vocabulary takes seconds.
     """
 
     def __init__(self, serialized: str) -> None:
@@ -194,7 +194,7 @@ class _RustEncoder:
         ]
 
     def plain_ids(self, text: str, *, opens: bool) -> list[int]:
-        """Tokenize a text as plain text. ``opens``: Whether the text starts the prompt."""
+        """Tokenize a text as plain text. ``opens``: Whether it is at the start of a block."""
         ids: list[int] = []
         pieces = [(text, self._opening if opens else self._inside)]
         while pieces:
@@ -209,9 +209,9 @@ class _RustEncoder:
         return ids
 
     def _cuts(self, text: str, ids: list[int], offsets: list[tuple[int, int]]) -> list[int]:
-        """Positions at which to cut a text so that it is not tokenized to control tokens.
+        """Positions at which to cut a text so that it is not tokenized into control tokens.
 
-        Control tokens may also be in the vocabulary (``<s>`` in many models). A cut after the first
+        The vocabulary may also contain control tokens, such as ``<s>``. A cut after the first
         character prevents the token. The token for unknown characters needs no cut.
         """
         return [
@@ -226,8 +226,8 @@ class _RustEncoder:
 class _Plain:
     """Copy of a tokenizer that shares its vocabulary, but has no control tokens.
 
-    Adds a blank before text only if the tokenizer's scheme, ``"first"`` (at the start of the
-    prompt) or ``"always"``, is in ``schemes``.
+    Adds a blank before text only if the tokenizer's scheme, ``"first"`` (at the start of a block)
+    or ``"always"``, is in ``schemes``.
     """
 
     def __init__(
@@ -241,7 +241,7 @@ class _Plain:
                 state[part] = json.loads(component.__getstate__(), object_hook=keep)
         self._tokenizer = Tokenizer.from_str(json.dumps(state))
         self._tokenizer.model = whole.model
-        # Keep tokens for runs of blanks: they are harmless, and models use them for code.
+        # Keep harmless added tokens, such as runs of blanks, which models use for code.
         self._blanks: dict[int, int] = {}
         for token_id, token in added.items():
             if not _is_control(token.content):

@@ -216,7 +216,7 @@ def test_a_variable_reaches_the_template() -> None:
     ("given", "error", "message"),
     [
         ({"enable_thinkin": False}, ValueError, "enable_thinkin in .* only uses: enable_thin"),
-        ({"tools": []}, ValueError, "tools in chat_template_kwargs, which this package sets"),
+        ({"tools": []}, ValueError, "tools in chat_template_kwargs, but reserved"),
         ({"add_generation_prompt": False}, ValueError, "Found add_generation_prompt in"),
         (["enable_thinking"], TypeError, "to be a mapping"),
         ({1: 2}, TypeError, "to be a mapping"),

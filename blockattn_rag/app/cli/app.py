@@ -47,7 +47,7 @@ class _OneLineErrors(TyperGroup):
     """Command group that prints an error as one line, or as a traceback with ``--debug``."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Accept some options after a command, and reject NUL, which file names cannot contain."""
+        """Accept ``_ANYWHERE`` options after a command. Reject NUL, which no file name contains."""
         if damaged := next((argument for argument in args if "\0" in argument), None):
             raise typer.BadParameter(f"Found a NUL character in {damaged!r}; remove it")
         own = args[: args.index("--")] if "--" in args else args
@@ -140,7 +140,7 @@ def options(
         os.environ.setdefault("TQDM_DISABLE", "1")
     if not debug:  # Hide library warnings: the error line is sufficient.
         os.environ.setdefault("HF_HUB_VERBOSITY", "error")
-        # If a package configures logging on import, these would log each request or model load.
+        # If another package configures logging, these two log each request or model load.
         for package in ("httpx", "sentence_transformers"):
             logging.getLogger(package).setLevel(logging.WARNING)
     logger = logging.getLogger("blockattn_rag")
@@ -156,8 +156,8 @@ def options(
 class _ToStderr(logging.Handler):
     """Handler that prints the package's log on stderr.
 
-    Warnings from ``app.rag``, and the message about dequantization, are printed as notes. A handler
-    on the root logger would print the logs of some libraries twice.
+    Warnings from ``app.rag``, and the message about dequantization, start with ``note:`` instead of
+    level and logger. A handler on the root logger would print the logs of some libraries twice.
     """
 
     def emit(self, record: logging.LogRecord) -> None:

@@ -51,8 +51,8 @@ def ask(
     question: Annotated[
         str | None,
         typer.Argument(
-            help="Question. Default: start a conversation or, in a pipe, read one question per "
-            "line from standard input.",
+            help="Question. Default: start a conversation or, in a pipe or with --json, read one "
+            "question per line from standard input.",
             show_default=False,
         ),
     ] = None,
@@ -195,9 +195,6 @@ def _read_line() -> str | None:
             note(f"The line is not valid {error.encoding} (the terminal's encoding); type it again")
 
 
-# -- output -----------------------------------------------------------------------------------
-
-
 def show_answer(
     assistant: Assistant, question: str, *, mode: Mode, history: Sequence[Turn] = ()
 ) -> AssistantAnswer:
@@ -273,8 +270,8 @@ def reuse_figures(answer: AssistantAnswer) -> str:
 def show_comparison(assistant: Assistant, question: str) -> Compared:
     """Answer in block and full mode, and print both answers and a table of their timings.
 
-    Block mode runs first, so that it reads the passages from the store, as in a new process. Full
-    mode reuses neither the store nor earlier answers.
+    Block mode reads the passages from the store, as in a new process, because `ask` opens the
+    database with ``remembers=False``. Full mode reuses neither the store nor earlier answers.
     """
     answers = []
     for mode in get_args(Mode):

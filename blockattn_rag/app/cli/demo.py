@@ -1,8 +1,8 @@
 """``blockattn-rag demo``: answer questions about a small collection in both modes, offline.
 
-The collection consists of the 40 articles in ``app.demo.facts``. If SmolLM2 is not installed, the
-demo uses the bundled model, which cannot answer questions about these articles. Its collection is
-the encyclopedia in ``app.demo.corpus``.
+The collection consists of the 40 articles in ``app.demo.facts``. The bundled model, the default if
+SmolLM2 is not installed, cannot answer questions about them: its collection is the encyclopedia in
+``app.demo.corpus``.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def demo(
         Path | None,
         typer.Option(
             help="Folder of the demo's database or, with --web, of any existing database. Default: "
-            "~/.cache/blockattn_rag/demo, or $BLOCKATTN_RAG_HOME/demo."
+            "$BLOCKATTN_RAG_HOME/demo if set, else ~/.cache/blockattn_rag/demo."
         ),
     ] = None,
     model: Annotated[
@@ -133,9 +133,9 @@ def demo(
 ) -> None:
     """Ingest a small collection, and answer questions about it with and without reuse.
 
-    A second run reuses all stored passages. With --web, the server listens on 127.0.0.1 or on
-    $GRADIO_SERVER_NAME, and responds only under this name, 127.0.0.1 or localhost. It has no login:
-    anyone who can reach it can read the passages.
+    A second run reuses all stored passages. With --web, the server listens on $GRADIO_SERVER_NAME
+    if set, else on 127.0.0.1, and rejects requests for host names other than this name, 127.0.0.1
+    and localhost. It has no login: anyone who can reach it can read the passages.
     """
     if as_page:
         if json_file():

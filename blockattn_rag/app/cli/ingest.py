@@ -51,7 +51,7 @@ INACCESSIBLE = 3
 LARGE_BYTES = 1 << 30
 """Size of keys and values, in bytes, above which int8 is suggested."""
 _HIDDEN = {"collection", "chunk_size", "template", "stock", "version"}
-"""Settings that the JSON object omits."""
+"""Settings that the command's JSON result omits."""
 
 
 def _known_namespace(name: str | None) -> str | None:
@@ -88,7 +88,7 @@ def ingest(
         str | None,
         typer.Option(
             help="Namespace in the store, such as a tenant's name. Blocks in a namespace are "
-            "invisible to others. Default: the database's, or the unnamed namespace.",
+            "invisible to others. Default: the database's, or the default namespace.",
             callback=_known_namespace,
         ),
     ] = None,
@@ -109,9 +109,9 @@ def ingest(
     server: Annotated[
         list[str] | None,
         typer.Option(
-            help="Address of a server with the model and the store, such as http://gpu:8000. "
-            "--model is then the local name of its tokenizer, and BLOCKATTN_RAG_API_KEY its API "
-            "key. Repeatable, for servers that share a store. Default: the database's, or none."
+            help="Address of a server with the model and the store, such as http://gpu:8000. Its "
+            "API key is read from BLOCKATTN_RAG_API_KEY, and --model is the local name of its "
+            "tokenizer. Repeatable, for servers that share a store. Default: the database's."
         ),
     ] = None,
 ) -> None:
@@ -198,9 +198,9 @@ def ingest(
 
 
 def _show_estimate(engine: BlockAttentionEngine, blocks: Sequence[Block]) -> None:
-    """Print the estimated size and time of encoding blocks, and check that they fit on the disk.
+    """Print the estimated size and time of encoding blocks. Raises ValueError if they do not fit.
 
-    If the store is not a folder, all blocks count as new, because each lookup would be a request.
+    In a store other than a folder, all blocks count as new, because each lookup is a request.
     """
     from blockattn_rag.lab.planning import footprint, measured_operations_per_s, prefill_flops
     from blockattn_rag.store import DirectoryStore

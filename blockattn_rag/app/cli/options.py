@@ -13,13 +13,13 @@ from blockattn_rag.app.rag.database import Manifest
 
 DatabaseOption = Annotated[Path, typer.Option("--db", help="Database folder, created by `ingest`.")]
 DTYPE_HELP = (
-    "Dtype of the weights: float32, bfloat16, float16 or, in process, int8 or nf4 (4 bits) to save "
-    "memory."
+    "Dtype of the weights: float32, bfloat16, float16 or, except with vLLM, int8 or nf4 (4 bits) "
+    "to save memory."
 )
 DtypeOption = Annotated[str, typer.Option(help=f"{DTYPE_HELP} Default: auto.")]
 KV_DTYPE_HELP = (
-    "Dtype of the stored keys and values: model (the model's dtype) or int8 (half the size of 16 "
-    "bits, with nearly the same answers)."
+    "Dtype of the stored keys and values: model (the model's dtype) or int8 (half the size of a "
+    "16-bit dtype, with nearly the same answers)."
 )
 KVDtypeName = Literal["model", "int8"]  # Importing kv.KVDtype would load torch.
 KVDtypeOption = Annotated[KVDtypeName, typer.Option(help=KV_DTYPE_HELP)]
@@ -54,7 +54,7 @@ def absolute_store(address: str | None) -> str | None:
 
 
 def lasting_store(address: str | None) -> str | None:
-    """Validate a store option like ``absolute_store``, and reject in-memory stores."""
+    """Return the result of ``absolute_store``, or raise BadParameter for in-memory stores."""
     from blockattn_rag.store.urls import lasts
 
     store = absolute_store(address)

@@ -51,8 +51,8 @@ def plan(
 ) -> None:
     """Estimate storage, ingestion time and time to first token from a model's config.
 
-    No weights are needed. The estimate assumes this machine's free disk space, 25 GB/s from host
-    memory to a GPU, and 2 GB/s from disk.
+    No weights are needed. The estimate uses the free space of the current folder's disk, and
+    assumes 25 GB/s from host memory to a GPU, and 2 GB/s from disk.
     """
     if tflops is not None and tflops <= 0:
         raise typer.BadParameter(f"Found {tflops:g}, expected more than 0", param_hint="--tflops")

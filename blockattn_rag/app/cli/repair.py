@@ -72,8 +72,8 @@ def repair(
     """Create a recipe that improves block-mode answers of a model without block fine-tuning.
 
     The recipe is fitted to the model's own full-mode answers, so no labels are needed. The cheapest
-    recipe that keeps enough of these answers is measured on held-out questions and written to the
-    database's folder, where `ask` finds it. Run the same command again after an interruption.
+    recipe that keeps enough of these answers is measured on held-out questions and written to
+    --output. `ask` finds it in the database's folder. After an interruption, run the command again.
     """
     started = time.monotonic()
     from blockattn_rag.lab.repair.report import figures
@@ -125,7 +125,7 @@ def repair(
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """Inputs and output of a repair. ``database``: Database that will use the recipe."""
+    """Inputs and output of a repair. ``database``: Database that will use the recipe, if any."""
 
     model: BlockModel
     material: Material

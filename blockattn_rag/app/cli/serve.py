@@ -58,7 +58,7 @@ def serve(
     ] = None,
     db: Annotated[
         Path | None,
-        typer.Option(help="Serve the model, store, recipe and namespace of this database."),
+        typer.Option(help="Serve this database's model, store, recipe, dtypes and namespace."),
     ] = None,
     recipe: RecipeOption = None,
     dtype: DtypeOption = "auto",
@@ -69,15 +69,15 @@ def serve(
     recognize: Annotated[
         bool,
         typer.Option(
-            help="Recognize stored passages in plain text of OpenAI clients, except in system "
-            "messages."
+            help="Recognize stored passages in text that OpenAI clients send without markers, "
+            "except in system messages."
         ),
     ] = False,
     sources: Annotated[
         bool,
         typer.Option(
-            help="Like --recognize, and also store and reuse text that chat front ends, such as "
-            "Open WebUI, mark as sources."
+            help="Do the same as --recognize, and also store and reuse text that chat front ends, "
+            "such as Open WebUI, mark as sources."
         ),
     ] = False,
 ) -> None:
@@ -170,10 +170,10 @@ def _curl(url: str, info: ServerInfo) -> str:
 
 @contextlib.contextmanager
 def _ending_on_signals() -> Iterator[None]:
-    """Raise KeyboardInterrupt on Ctrl-C, and exit with status 0 on SIGTERM and SIGHUP.
+    """Raise KeyboardInterrupt on SIGINT, and exit with status 0 on SIGTERM and SIGHUP.
 
-    Without a handler, background commands of a shell ignore Ctrl-C, and a container's first process
-    ignores SIGTERM. An ignored SIGHUP stays ignored, as ``nohup`` requires.
+    Without a handler, background commands of a shell script ignore SIGINT, and a container's first
+    process ignores SIGTERM. An ignored SIGHUP stays ignored, as ``nohup`` requires.
     """
     handlers: dict[int, Any] = {
         signal.SIGINT: signal.default_int_handler,

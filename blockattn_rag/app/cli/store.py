@@ -46,20 +46,20 @@ def gc(
         typer.Option(help=f"Database whose passages are kept: {_USERS}. Repeatable."),
     ] = None,
     grace: Annotated[
-        str, typer.Option(help="Keep entries used within this time: 90s, 30m, 24h, 7d.")
+        str, typer.Option(help="Keep entries used within this time, such as 90s, 30m, 24h or 7d.")
     ] = "1h",
     ttl: Annotated[
         str | None,
         typer.Option(
             help="Also delete entries that have not been used for this time, even if passages "
-            "refer to them. In object stores, the time since the last write counts."
+            "refer to them. Must be at least --grace. In object stores, the last write counts."
         ),
     ] = None,
     namespace: Annotated[
         list[str] | None,
         typer.Option(
             help=f"Namespace to clean up, or '{_ALL}' for all. Repeatable. Default: the namespaces "
-            "of the database folders, or the unnamed namespace."
+            "of the database folders, or the default namespace."
         ),
     ] = None,
     dry_run: Annotated[
@@ -71,10 +71,10 @@ def gc(
 ) -> None:
     """Delete entries that no passage refers to, or that are too old.
 
-    Passages are in use if they are in Chroma (--db). If the store belongs to a database folder,
-    that database's passages always count. Entries without a passage, such as the instructions
-    before passages, are also deleted after the grace period, and encoded again when needed. With
-    only --ttl, deletion depends only on the age of entries. For other vector stores, use
+    Passages are in use if they are in Chroma (--db). If STORE is a database folder, that database's
+    passages are also in use. Entries without a passage, such as the instructions before passages,
+    are also deleted after the grace period, and encoded again when needed. With --ttl and no
+    database, deletion depends only on the age of entries. For other vector stores, use
     blockattn_rag.store.gc in Python.
     """
     grace_s, ttl_s = seconds_of(grace, "--grace"), None if ttl is None else seconds_of(ttl, "--ttl")
@@ -181,7 +181,7 @@ def stats(store: StoreArgument) -> None:
                 for group, name in zip(groups.values(), kind, strict=True):
                     group.setdefault(name, Counter()).update(figures)
     if unreadable:
-        note(f"note: {unreadable.count} entries cannot be used; see `blockattn-rag store verify`")
+        note(f"note: unusable entries: {unreadable.count}; see `blockattn-rag store verify`")
     kinds["all", "", ""] = total
     rows = [
         (ascii(model)[1:-1][:12], ascii(namespace)[1:-1], kv_dtype, figures["entries"],
@@ -194,7 +194,7 @@ def stats(store: StoreArgument) -> None:
 
 @app.command("ls")
 def list_entries(store: StoreArgument) -> None:
-    """List entries with key, bytes, and time of the last use (in object stores: last write)."""
+    """List each entry's key, bytes, and time of last use (in object stores, of the last write)."""
     rows: Iterator[dict[str, Any]] = (
         {"key": entry.key, "bytes": entry.nbytes, "used": _time(entry.used_ns)}
         for entry in open_maintained(store).entries()

@@ -14,14 +14,16 @@ from blockattn_rag.app.rag.names import existing_model
 
 def train(
     model: Annotated[str, typer.Option(help=MODEL_HELP, callback=existing_model)],
-    output: Annotated[Path, typer.Option(help="Folder for the result. Created at the end.")],
+    output: Annotated[Path, typer.Option(help="New folder for the result. Created at the end.")],
     data: Annotated[list[Path], typer.Option(help="Training data, JSON Lines. Repeatable.")],
     eval_data: Annotated[
         list[Path] | None, typer.Option(help="Evaluation data, JSON Lines. Repeatable.")
     ] = None,
     epochs: Annotated[float, typer.Option(help="Passes over the data.")] = 1.0,
     learning_rate: Annotated[float, typer.Option(help="Peak learning rate.")] = 2e-5,
-    batch_size: Annotated[int, typer.Option(min=1, help="Samples per optimizer step.")] = 64,
+    batch_size: Annotated[
+        int, typer.Option(min=1, help="Samples per optimizer step, counted once for each mode.")
+    ] = 64,
     blocks_per_turn: Annotated[
         int, typer.Option(min=1, help='Maximum number of blocks per turn of "messages".')
     ] = 1,

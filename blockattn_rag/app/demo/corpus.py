@@ -24,9 +24,8 @@ class CorpusQuestion:
     Args:
         kind: ``"one-passage"`` (one passage has the answer), ``"comparison"`` (of two entities)
             or ``"order"`` (two passages describe one entity, and the later passage is correct).
-        expected: Words that a correct answer must contain; see :func:`is_correct`.
-        gold: Indices of the passages with the answer, in ``passages`` or, if that is empty, in
-            :func:`bundled_corpus`.
+        expected: Words that a correct answer must contain; see ``is_correct``.
+        gold: Indices of the passages with the answer, in ``passages`` or else ``bundled_corpus``.
         passages: Passages of the prompt, in order. If empty, passages are retrieved.
     """
 

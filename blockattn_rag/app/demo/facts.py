@@ -26,7 +26,7 @@ class Article:
 
 @dataclass(frozen=True, slots=True)
 class FactQuestion:
-    """Question about one article, which contains the first accepted answer verbatim."""
+    """Question about an article that contains ``answers[0]``. ``demo``: Asked in the demo."""
 
     id: str
     question: str

@@ -58,7 +58,7 @@ class Race:
         self.assistant = Assistant(database, top_k=top_k, max_new_tokens=MAX_NEW_TOKENS)
 
     def run(self, question: str) -> Iterator[Columns]:
-        """Answer a question. Yields the page whenever it changes."""
+        """Answer a question in both modes. Yields the page whenever it changes."""
         question = question.strip()
         shown = Columns(_column("full"), _column("block"), "")
         if not question:
@@ -147,7 +147,7 @@ def _column(
 
 
 def speedup(ratio: float) -> str:
-    """Format a ratio of two times: ``3.5 times sooner``, or ``1.2 times later`` below 1."""
+    """Format full mode's time over block mode's: ``3.5 times sooner`` or ``1.2 times later``."""
     return f"{ratio:.1f} times sooner" if ratio >= 1 else f"{1 / ratio:.1f} times later"
 
 
@@ -158,8 +158,8 @@ def is_available() -> bool:
 def serve_page(race: Race, examples: Sequence[str], on_ready: Callable[[str], None]) -> None:
     """Serve the page until Ctrl-C.
 
-    The server listens on 127.0.0.1 or on ``$GRADIO_SERVER_NAME``, and rejects uploads and requests
-    for other host names. ``on_ready`` is called with the page's address.
+    The server listens on ``$GRADIO_SERVER_NAME`` or, by default, on 127.0.0.1. It rejects uploads
+    and requests for other host names. ``on_ready`` is called with the page's address.
     """
     import gradio
 

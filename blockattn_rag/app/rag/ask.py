@@ -1,4 +1,4 @@
-"""Answering questions from a database with a LlamaIndex query engine."""
+"""Answers questions from a database, with a LlamaIndex query engine or a server."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ class Source:
 class AssistantAnswer:
     """Answer with its sources and reuse statistics.
 
-    Attributes:
-        stats: Totals over all model calls. ``ttft_s`` ends at the first token of the last call,
+    Args:
+        stats: Totals over all model calls. ``ttft_s`` runs until the first token of the last call,
             which generates the answer.
         waited_s: Seconds from the question to the first text, including retrieval.
-        object: The answer as a JSON value, if there is a schema.
+        object: The answer as a JSON value. None without a schema.
         answered_s: Seconds from the question to the end of the answer.
         includes_warm_up: Whether the times include one-time costs, because this is the assistant's
             first call in this mode and ``warm_up`` was not called.
@@ -130,8 +130,8 @@ class Assistant:
             question.encode()
         except UnicodeEncodeError as error:  # Python decodes invalid bytes as lone surrogates.
             raise ValueError(
-                f"Invalid UTF-8 in the question, after {error.start} characters of "
-                f"{question[:80]!a}; convert the input, or set the terminal's encoding"
+                f"Invalid UTF-8 after {error.start} characters of the question {question[:80]!a}; "
+                "convert the input, or set the terminal's encoding"
             ) from error
         started = time.perf_counter()
         pieces: list[str] = []
@@ -263,7 +263,7 @@ class Assistant:
         return QueryBundle(query, custom_embedding_strs=retrieve_for)
 
     def _store_head(self, llm: adapter.BlockAttentionLLM) -> None:
-        """Store the instructions before the passages, once, because ``store gc`` may delete them.
+        """Store the instructions before the passages again if ``store gc`` has deleted them.
 
         If the store fails, the question is still answered, but storing is not retried.
         """
@@ -277,9 +277,9 @@ class Assistant:
 def with_history(
     question: str, turns: Sequence[Turn], *, count: Callable[[str], int], max_tokens: int
 ) -> str:
-    """Format a question after earlier turns, omitting the oldest beyond ``max_tokens``.
+    """Prepend earlier turns to a question, except the oldest ones that exceed ``max_tokens``.
 
-    The turns come after the passages, so the passages remain reusable blocks.
+    In the prompt, the turns come after the passages, so the passages remain reusable blocks.
     """
     kept: list[str] = []
     left = max_tokens
@@ -302,7 +302,7 @@ def _total(mode: Mode, calls: Sequence[Any]) -> ReuseStats:
 
 @contextlib.contextmanager
 def _finished_calls() -> Iterator[list[Any]]:
-    """Collect ``usage`` and ``finish_reason`` of each model call."""
+    """Collect the raw response of each model call, with ``usage`` and ``finish_reason``."""
     from llama_index.core.instrumentation.event_handlers import BaseEventHandler
     from llama_index.core.instrumentation.events import BaseEvent
     from llama_index.core.instrumentation.events.llm import LLMChatEndEvent, LLMCompletionEndEvent

@@ -6,7 +6,7 @@
     DIR/recipe/         recipe that `repair` made for these passages
     DIR/chroma/         embedded Chroma: passages, their embeddings and KV handles
     DIR/kv/             keys and values, unless the manifest names another store
-    DIR/journal/        records which server has stored which passage, while an ingestion runs
+    DIR/journal/        passages that servers have stored, until an ingestion is complete
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ logger = logging.getLogger("blockattn_rag.app.rag")
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """Settings of a database.
+    """Settings of a database, saved as ``blockattn.json``.
 
     Args:
         model: Model that encodes passages. With a server: local name of its tokenizer.
         chunk_size: Maximum length of a passage in tokens.
         recipe: Recipe for block mode: ``"auto"``, settings such as ``"fast"``, or a folder.
             ``"auto"`` uses the database's folder ``recipe``, if it exists.
-        stock: Settings that ``"auto"`` uses for a stock model without a recipe. They are fixed by
-            the first ingestion, because the stored keys and values depend on them.
+        stock: Settings that ``"auto"`` uses for a stock model without a recipe. Only set by the
+            first ingestion and by ``--recipe auto``, because stored keys and values depend on them.
         store: Address or absolute path of the store. None: the folder ``kv`` of the database.
         servers: Addresses of servers with the model and the store. Empty: use this process.
     """
@@ -117,7 +117,7 @@ class Database:
 
     @classmethod
     def create(cls, path: Path, settings: Manifest, *, remembers: bool = True) -> Database:
-        """Open a database folder for ingestion, creating it if needed."""
+        """Open a database folder for ingestion, creating it if needed, and save its settings."""
         old = Manifest.read(path)
         if Path(settings.model).exists():
             settings = replace(settings, model=str(Path(settings.model).resolve()))
@@ -159,8 +159,9 @@ class Database:
         encoded by another model, they are encoded again on first use, and stored.
 
         Args:
-            remembers: Whether to keep blocks and the ends of conversations in memory for later
-                answers. Pass False to measure answers as in a new process.
+            model, recipe: Override the database's. A model runs in this process, not on a server.
+            remembers: Whether to cache blocks and earlier turns in memory for later answers. Pass
+                False to measure answers as in a new process.
         """
         manifest = require_manifest(path)
         servers = [] if model else manifest.servers
@@ -284,7 +285,7 @@ def require_manifest(path: Path) -> Manifest:
 
 
 def chroma_client(path: Path, *, create: bool = False) -> ClientAPI:
-    """Open embedded Chroma in a folder, with telemetry off."""
+    """Open embedded Chroma in a folder, without telemetry. ``create``: Create it if needed."""
     if not create and not (path / _CHROMA_FILE).is_file():
         raise DatabaseError(f"{path} has no Chroma database (expected the file {_CHROMA_FILE})")
     import chromadb

@@ -1,4 +1,4 @@
-"""Reading files into LlamaIndex documents."""
+"""Reads files into LlamaIndex documents."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Loaded:
         skipped: Files without readable text, with reasons.
         inaccessible: Files and folders that could not be opened, with reasons: no permission,
             deleted, or on a damaged disk.
-        links: Skipped symbolic links, whose targets are outside the folder.
+        links: Skipped symbolic links to targets outside the folder that was read.
     """
 
     documents: list[Document] = field(default_factory=list)
@@ -47,11 +47,11 @@ def load_documents(
     exclude: Path | None = None,
     on_progress: Callable[[int, int], None] = lambda *_: None,
 ) -> Loaded:
-    """Read files, and all visible files in folders, with LlamaIndex's readers.
+    """Read files, and all visible files in folders, with LlamaIndex's readers or ``HtmlReader``.
 
-    Links in a folder are followed only if their target is in the same folder. Otherwise, anyone
-    with write access to the folder could make this function read other files. Links in ``paths``
-    are always followed.
+    In a folder, links to files are followed only if their target is also in the folder. Otherwise,
+    anyone with write access to the folder could make this function read other files. Links in
+    ``paths`` are always followed.
 
     Args:
         paths: Files and folders. Files and folders that cannot be opened are skipped and reported.
@@ -104,7 +104,7 @@ def _reason(error: OSError) -> str:
 
 
 def _below(folder: Path, exclude: Path | None, loaded: Loaded) -> list[Path]:
-    """List a folder's visible files, sorted. Adds skipped and inaccessible paths to ``loaded``."""
+    """List a folder's visible files, sorted. Adds links and inaccessible paths to ``loaded``."""
 
     def failed(error: OSError) -> None:
         loaded.inaccessible.append((Path(error.filename or folder), _reason(error)))
@@ -126,7 +126,7 @@ def _below(folder: Path, exclude: Path | None, loaded: Loaded) -> list[Path]:
 
 
 def _is_file(path: Path) -> bool:
-    """Like ``Path.is_file``, but raises OSError if a path is inaccessible or no longer exists."""
+    """Whether a path is a file. Unlike ``Path.is_file``, raises OSError if it is inaccessible."""
     try:
         return stat.S_ISREG(path.stat().st_mode)
     except OSError as error:

@@ -1,7 +1,7 @@
 """Text extraction from HTML pages, without tags, scripts and styles.
 
-turbohtml always takes linear time, whereas lxml 6.1 and selectolax 1.0 take quadratic time on
-deeply nested pages.
+Pages are parsed with turbohtml, which takes linear time. On deeply nested pages, lxml 6.1 and
+selectolax 1.0 take quadratic time.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class HtmlReader(BaseReader):
 
 
 def html_text(page: bytes) -> str:
-    """Extract a page's title and visible text. Raises ValueError if the page cannot be decoded."""
+    """Extract a page's title and visible text. Raises ValueError for invalid or binary text."""
     declared = _XML.match(page)
     known = webencodings.lookup(declared[1].decode("latin-1")) if declared else None
     # A page whose declaration is readable as ASCII cannot be UTF-16.

@@ -59,6 +59,7 @@ def ingest_documents(
 
     Args:
         documents: Documents with ``metadata["source"]``.
+        on_progress: Called with a stage's name, and the numbers done so far and in total.
         before_encoding: Called with the blocks, unless the model runs on a server.
     """
     from llama_index.core.node_parser import SentenceSplitter
@@ -113,7 +114,7 @@ def ingest_documents(
 
 
 def with_stable_ids(nodes: Sequence[BaseNode]) -> list[BaseNode]:
-    """Set node IDs that depend only on source and text.
+    """Set node IDs that depend only on source and text. Duplicates in a source are numbered.
 
     Chroma ignores passages with existing IDs, so the ID must change with the text.
     """

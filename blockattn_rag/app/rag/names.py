@@ -41,8 +41,8 @@ def load_embedding(name: str) -> BaseEmbedding:
         from llama_index.embeddings.huggingface import HuggingFaceEmbedding  # type: ignore[import-not-found,unused-ignore]
     except ImportError as error:
         raise ImportError(
-            f"Embedding {name!r} needs another package: pip install "
-            f"llama-index-embeddings-huggingface; or use --embedding {HASHING}"
+            f"Embedding {name!r} needs another package: run `pip install "
+            f"llama-index-embeddings-huggingface`, or use --embedding {HASHING}"
         ) from error
     model, fix = (minilm(), _INSTALL_MINILM) if name == MINILM else (name, "")
     with hub_errors(model, shown=f"embedding {name}", expected=_EXPECTED, fix=fix):

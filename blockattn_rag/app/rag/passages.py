@@ -94,7 +94,7 @@ def prompt_maker(database: Database) -> Callable[[str, Sequence[Passage]], Block
 
 
 def retriever(database: Database) -> Callable[[str, int], list[Passage]]:
-    """Return ``ask``'s retrieval as a function of a question and a number of passages."""
+    """Return a function that retrieves a number of passages for a question, as ``ask`` does."""
 
     def nearest(question: str, count: int) -> list[Passage]:
         hits = distinct_retriever(database, count).retrieve(question)

@@ -48,7 +48,7 @@ def test_a_store_that_fails_after_ingestion_only_causes_a_warning(
 
 def test_question_must_be_valid_text(database: Database) -> None:
     assistant = Assistant(database, max_new_tokens=2, top_k=1)
-    with pytest.raises(ValueError, match="Invalid UTF-8 in the question, after 2 characters"):
+    with pytest.raises(ValueError, match="Invalid UTF-8 after 2 characters of the question"):
         assistant.ask("a \udcff?")
 
 
