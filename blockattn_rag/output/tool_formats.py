@@ -40,7 +40,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class InvalidToolCall:
-    """An invalid tool call in a model's answer. ``error`` says what was expected and found."""
+    """Invalid tool call in a model's answer. ``text``: As written. ``error``: Why it is invalid."""
 
     text: str
     error: str
@@ -76,7 +76,7 @@ class ToolFormat:
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """Marks that must be kept in an answer's text even if they are control tokens."""
+        """All marks of the format, without empty ones."""
         marks = (self.opening, self.closing, self.arguments_mark, self.id_mark)
         return tuple(mark for mark in marks if mark)
 
@@ -145,8 +145,8 @@ def calls_grammar(
         tokenizer: The model's transformers tokenizer. A mark that is an added token must be
             generated as that token. Other marks are text.
         several: Whether an answer may have more than one call.
-        answer: JSON schema for answers without calls.
-        or_text: Whether text is allowed instead of calls. It must not start like a call.
+        answer: JSON schema for answers without calls. Default: answers must have calls.
+        or_text: Whether text is allowed instead of calls. It must not start like calls or thoughts.
     """
     numbers = mark_ids(form, tokenizer)
 

@@ -103,7 +103,7 @@ class Layout:
 
 
 def tensor_name(head: int, kind: str, group: int) -> str:
-    """Return a tensor's name. Files are sorted by dtype and name, so heads are stored in order."""
+    """Return a tensor's name. Safetensors sorts by dtype and name, so heads are stored in order."""
     return f"head.{head:04}.{kind}.{group:02}"
 
 
@@ -129,7 +129,7 @@ class Header(NamedTuple):
     digest: str
     handle: str
     namespace: str
-    dtype: torch.dtype  # Of keys and values; in an int8 entry, before quantization.
+    dtype: torch.dtype  # Of the first layer's keys; in an int8 entry, before quantization.
     layout: Layout
     places: Mapping[str, TensorSpec]  # By tensor name, like the checksums.
     checksums: Mapping[str, str]
@@ -240,7 +240,7 @@ def _described(about: dict[str, Any], fields: dict[str, Any], start: int, size: 
 
 
 def _layout(about: Mapping[str, str], places: Mapping[str, TensorSpec]) -> Layout:
-    """Infer the layout. The caller checks that the entry contains exactly its tensors."""
+    """Infer the layout. The caller must check that the tensors are exactly those of the layout."""
     quantized = {"model": False, "int8": True}[about["kv_dtype"]]
     (num_tokens,) = places[TOKEN_IDS].shape
     shapes, keys, values = list[LayerShape](), list[TensorSpec](), list[TensorSpec]()
