@@ -11,7 +11,7 @@ from blockattn_rag.errors import GrammarError
 
 Kind = Literal["json", "json_object", "regex", "choice", "grammar", "structural_tag"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
-"""Kinds of grammars, which match the fields of vLLM's ``structured_outputs``."""
+"""Kinds of grammars, named like the fields of vLLM's ``structured_outputs``."""
 
 MOST_CHARACTERS = 2_000_000
 """Maximum length of a grammar. About 75,000 short choices fit, and compile in half a second."""

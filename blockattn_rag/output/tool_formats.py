@@ -61,7 +61,7 @@ class ToolFormat:
         id_mark: Optional mark between tool name and call id.
         argument_keys: Accepted keys for a call's arguments, with the documented key first.
         is_bare: Whether a JSON object at the start of an answer is a call even without ``opening``.
-        one_a_message: Whether each message in the history has at most one call.
+        one_a_message: Whether each message in the history may have at most one call.
     """
 
     name: str

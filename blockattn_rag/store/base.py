@@ -30,7 +30,7 @@ class TierStats:
         name: ``repr`` of the tier's store.
         hits: Number of entries read.
         read_tokens, read_bytes: Tokens and bytes (keys, values, scales) of the entries read.
-        misses: Lookups of absent or damaged entries.
+        misses: Reads of absent or damaged entries.
         written: Entries written, including copies of entries that a slower tier returned.
         failures: Failed calls. A batch read counts once, and damaged entries do not count.
         skipped: Entries in calls that were skipped because the breaker was open.
@@ -215,7 +215,7 @@ class EntryInfo(NamedTuple):
 
 
 class MaintainedStore(KVStore):
-    """Base class of stores that can list, describe, sweep and partially read their entries."""
+    """Base class of stores that list and describe entries, delete unused ones, and read parts."""
 
     @abstractmethod
     def entries(self) -> Iterator[StoredEntry]:

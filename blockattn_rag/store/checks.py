@@ -15,7 +15,7 @@ from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.kv.quantization import STEPS, KVScales
 
 Outline = tuple[tuple[int, int, torch.dtype], ...]
-"""``BlockKV.token_outline``: head count, head size and dtype of each layer's keys, then values."""
+"""``BlockKV.token_outline``: head count, head size and dtype per layer, keys before values."""
 
 DTYPES = {
     "F64": torch.float64,

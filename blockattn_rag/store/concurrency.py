@@ -52,7 +52,7 @@ if hasattr(os, "register_at_fork"):
 
 
 class Readers(_ForkAware):
-    """Thread pool for reads."""
+    """Thread pool for reads and other calls to a store."""
 
     def __init__(self, threads: int, name: str) -> None:
         if threads < 1:

@@ -76,7 +76,7 @@ class SizeBound:
 
     Listing all files for each write would be slow in a large store. A writer lists them again only
     after it has written 1/64 of the limit or used up the free space. It then frees up to 1/64 more
-    than it needs. Until then, additional writers may each exceed the limit by 1/64 or one entry.
+    than it needs. In between, other writers may each exceed the limit by 1/64 or one entry.
     """
 
     def __init__(self, max_bytes: int) -> None:

@@ -2,7 +2,7 @@
 
 The modification time of a file records its last use. To delete a file by age, a process first
 renames it to a temporary name, and checks its last use again. If another process has used the file
-in the meantime, it is renamed back. This needs no lock and survives crashes.
+in the meantime, it is renamed back. This needs no lock. A crash leaves at most a temporary file.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ def opened(path: Path) -> Iterator[FileIO | None]:
             mode = os.fstat(file.fileno()).st_mode
             if not stat.S_ISREG(mode):
                 raise CorruptEntryError(
-                    f"{path} is damaged: expected a regular file, found the file "
-                    f"mode {stat.filemode(mode)!r}; delete it"
+                    f"{path} is damaged: expected a regular file, found file mode "
+                    f"{stat.filemode(mode)!r}; delete it"
                 )
             with damage_reported(path):
                 yield file

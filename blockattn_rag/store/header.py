@@ -1,9 +1,9 @@
 """Header of an entry: metadata, and the layout and locations of its tensors (``docs/format.md``).
 
-Layers of equal shape and dtype form a group. Each head of a group has one key tensor and one value
-tensor, so that a tensor-parallel rank reads complete tensors and can verify their checksums.
+Layers of equal shape and dtype form a group. Each head of a group has its own tensors of keys and
+values (and scales), so that a tensor-parallel rank reads complete tensors and can verify them.
 
-Files are written with the safetensors library. It can read metadata and single tensors only from
+Entries are written with the safetensors library. It can read metadata and single tensors only from
 local files, so headers are parsed here.
 """
 
@@ -37,7 +37,7 @@ Buffer = bytes | bytearray | memoryview
 
 
 class FormatError(ValueError):
-    """Raised for a damaged entry or another format version. Messages follow "... is damaged: "."""
+    """Damaged entry, or an entry in another format version. Messages complete "... is damaged:"."""
 
 
 class LayerShape(NamedTuple):
@@ -108,7 +108,7 @@ def tensor_name(head: int, kind: str, group: int) -> str:
 
 
 def share_of(rank: int, ranks: int, count: int) -> range:
-    """Return the indices of the heads or layers of a rank, out of ``count``.
+    """Return which of ``count`` heads or layers belong to a rank, as a range of indices.
 
     If there are more ranks than heads, neighboring ranks share a head, as in engines that replicate
     key-value heads.
@@ -123,7 +123,7 @@ def share_of(rank: int, ranks: int, count: int) -> range:
 
 
 class Header(NamedTuple):
-    """Header of an entry."""
+    """Parsed metadata of an entry, and the layout, byte ranges and checksums of its tensors."""
 
     fingerprint: str
     digest: str

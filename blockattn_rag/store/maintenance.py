@@ -57,7 +57,7 @@ class VerifyReport:
 
     Args:
         ok: Number of intact entries.
-        total_bytes: Size of the intact entries in the store.
+        total_bytes: Total size of the intact entries, as stored.
         skipped: Number of entries outside the sample.
         damaged: Unusable entries, including deleted ones, with reasons.
         unread: Entries that could not be read, for example because of missing permissions or
@@ -90,7 +90,7 @@ class GcReport:
         freed_bytes: Total size of deleted entries and temporary files.
         leftovers: Deleted temporary files.
         errors: Entries and files that could not be read or deleted, with reasons.
-        dry_run: Whether nothing was actually deleted.
+        dry_run: Whether entries and files were only reported, not deleted.
         other: Number of entries that were ignored because they are in other namespaces.
     """
 
@@ -203,7 +203,7 @@ def gc(
     dry_run: bool = False,
     force: bool = False,
 ) -> GcReport:
-    """Delete unreferenced entries (mark and sweep). Safe to run alongside an ingestion.
+    """Delete unreferenced entries (mark and sweep).
 
     An entry is deleted if none of its handles is in ``live_handles``, and its last *use* was at
     least ``grace_s`` seconds ago. Writes, reads (recorded at most once a minute) and cache hits
@@ -211,11 +211,11 @@ def gc(
     entry is needed later, its block is encoded again.
 
     Entries without a handle, which were encoded by a server or are shared by many texts, are
-    deleted only by ``ttl_s``. Object stores record only writes, so ``gc`` may delete an old entry
-    that a running ingestion reuses for a passage that is not in ``live_handles`` yet.
+    deleted only by ``ttl_s``. Safe to run alongside an ingestion, except in object stores: they
+    record only writes, so an old entry may be deleted that the ingestion reuses for a new passage.
 
     Args:
-        live_handles: Handles (``BlockKV.handle``) of all referenced blocks. None: all blocks count
+        live_handles: Handles (``Block.handle``) of all referenced blocks. None: all blocks count
             as referenced, so only ``ttl_s`` deletes entries.
         progress: Called after each entry with the number of entries processed so far.
         grace_s: Grace period in seconds. Must exceed the age of ``live_handles``, and the time from

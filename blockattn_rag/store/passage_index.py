@@ -114,8 +114,8 @@ class PassageIndex:
 
 
 class _NamespaceIndex:
-    """Index of one namespace: the files read so far, and a matcher for their entries. The matcher
-    is replaced, never modified, so it can be used without a lock."""
+    """Index of one namespace: names of the files read so far, and a matcher for their entries. The
+    matcher is replaced, never modified, so it can be used without a lock."""
 
     def __init__(self, sidecar: Sidecar, namespace: str, refresh_s: float = 0) -> None:
         self._sidecar = sidecar

@@ -120,9 +120,9 @@ class TieredStore(KVStore):
     """Store with several tiers, from the fastest to the *home*, which has all entries.
 
     A read queries the tiers in order, with one call per tier for all entries that are still
-    missing, and copies hits to the faster tiers. A write goes to all tiers; slow tiers before the
-    home are written in the background. After ``failures`` consecutive failures of a tier, a warning
-    is logged, and the tier is skipped and retried every ``pause_s`` seconds.
+    missing, and copies hits to the faster tiers. A write goes to all tiers: immediately to memory
+    and the home, in the background to others. After ``failures`` consecutive failures, a tier is
+    skipped and retried every ``pause_s`` seconds, and a warning is logged.
 
     Args:
         tiers: Stores, or paths and addresses as in ``open_store``. ``"memory:4GiB"`` keeps copies
