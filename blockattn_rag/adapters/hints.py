@@ -53,7 +53,7 @@ class ReuseHints:
             self._told_of_heads = True
             logger.warning(
                 "Text that changes with every question comes before the passages: it was "
-                "recomputed for each of the last %d prompts, and is never stored. In your prompt "
-                "template, put the passages before the question and the history",
+                "recomputed for each of the last %d prompts with passages, and is never stored. In "
+                "your prompt template, put the passages before the question and the history",
                 _NEW_HEADS,
             )
