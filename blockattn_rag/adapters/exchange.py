@@ -43,7 +43,7 @@ class ChatTurn:
         thoughts: Reasoning of an earlier answer. The template decides whether to include it.
         calls: Tool calls of an earlier answer.
         result_of: Id of the tool call whose result this message is, or None if it is not a result.
-        tool: Name of the tool that returned the result. Default: the tool called in ``result_of``.
+        tool: Name of the tool that returned the result. Default: the name in call ``result_of``.
     """
 
     role: str
@@ -73,13 +73,13 @@ def template_messages(turns: Iterable[ChatTurn]) -> list[dict[str, Any]]:
 
 
 def tools_of(model: Model, call: Mapping[str, Any]) -> ToolUse | None:
-    """Return the tools that a call may use, if any. ``generate_kwargs`` may set ``tool_calls``."""
+    """Return the tools that a call may use, if any. Uses the model's default for ``tool_calls``."""
     options = with_default_calls(model.generate_kwargs, call)
     return ToolUse.of_call(options, lambda: model.source.tokenizer.tokenizer, model.model_name)
 
 
 def template_variables(model: Model, given: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the chat template's variables. ``given`` overrides ``generate_kwargs``."""
+    """Return the chat template's variables: ``given``, with defaults from ``generate_kwargs``."""
     defaults = model.generate_kwargs.get("chat_template_kwargs") or {}
     tokenizer = model.source.tokenizer.tokenizer
     return check_template_kwargs(tokenizer, defaults) | check_template_kwargs(tokenizer, given)
@@ -87,7 +87,7 @@ def template_variables(model: Model, given: Mapping[str, Any] | None) -> dict[st
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Complete answer, or the next chunk of a stream. The last step has the complete generation."""
+    """Complete answer, or the next piece of a stream. Only the last has calls and a generation."""
 
     thoughts: str
     text: str
@@ -97,7 +97,7 @@ class Step:
 
 
 class Exchange:
-    """Call to a model. Splits the answer into reasoning, text and tool calls.
+    """Call to a model. Splits the answer into thoughts, text and tool calls.
 
     Args:
         make_prompt: Function that creates the prompt. Async methods call it in another thread.
@@ -122,7 +122,7 @@ class Exchange:
             self.options = tools.engine_options(tokenizer, options)
 
     def prompt(self) -> BlockPrompt:
-        """Create the prompt. If it cannot reuse passages, log a hint."""
+        """Create the prompt and the reader of its answer. Passes the prompt to ``ReuseHints``."""
         prompt = self._make_prompt()
         at_once = has_no_thoughts(self.options)
         tokenizer = self._source.tokenizer.tokenizer

@@ -1,8 +1,8 @@
-"""Handles in vector-store metadata. Ingestion writes them, and ``gc`` reads them.
+"""Handles in vector-store metadata. Ingestion writes them, and ``live_handles`` reads them.
 
 Handles may be stale, because some vector stores keep old metadata when they replace a text
 (Chroma's ``upsert`` merges metadata). A passage may therefore also have a digest of its text and
-metadata (``DIGEST_KEY``). If the digest does not match, the handle belongs to an earlier text.
+metadata (``DIGEST_KEY``). If the digest does not match these, the handle is stale.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _PAGE = 1000
 
 
 def digest_of(inputs: Mapping[str, Any]) -> str:
-    """Compute a digest of the values, by name, that a passage was formatted with."""
+    """Compute a digest of the names and values that a passage was formatted with."""
     names = sorted(inputs)
     values = [str(inputs[name]) for name in names]
     return f"{','.join(names)}:{handle_of(chr(0).join(f'{len(v)}:{v}' for v in values))}"
 
 
 def live_handles(places: Iterable[Any]) -> set[str]:
-    """Collect the handles of all passages in vector stores, whose KV entries ``gc`` keeps.
+    """Collect the handles of all passages in vector stores, so that ``gc`` keeps their entries.
 
     Stale handles, whose digest does not match the passage's text and metadata, are excluded.
 

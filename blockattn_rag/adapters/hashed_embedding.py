@@ -8,9 +8,9 @@ import numpy as np
 
 
 def hashed_vectors(texts: Sequence[str], dimensions: int) -> list[list[float]]:
-    """Embed texts as unit vectors with the counts of hashed words and character n-grams.
+    """Embed texts as unit vectors of hashed words and character n-grams.
 
-    The vectors are deterministic. Only texts with common words are similar.
+    The vectors are deterministic. Texts are similar if they share words or parts of words.
     """
     from sklearn.feature_extraction.text import HashingVectorizer  # Slow to import.
 

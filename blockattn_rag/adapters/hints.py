@@ -1,4 +1,4 @@
-"""Hints for pipelines that cannot reuse passages. Each hint is logged once per model."""
+"""Hints for pipelines that cannot reuse passages. ``ReuseHints`` logs each hint once."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ logger = logging.getLogger("blockattn_rag")
 _UNMARKED_PROMPTS = 3
 _MOST_HEADS = 1000
 _LONG_PROMPT = 200  # Characters. Shorter prompts are assumed to contain no passages.
-# Consecutive prompts with a new head, because applications may alternate between templates.
+# Number of consecutive prompts with a new first block ("head") after which a hint is logged. A few
+# new heads are normal, because applications may alternate between templates.
 _NEW_HEADS = 5
 
 
 class ReuseHints:
-    """Logs warnings if prompts cannot reuse stored passages. This would otherwise go unnoticed,
-    because the answers are correct."""
+    """Logs hints if prompts cannot reuse passages, which correct answers would not reveal."""
 
     def __init__(self) -> None:
         self._unmarked = 0
@@ -33,7 +33,7 @@ class ReuseHints:
             self._unmarked += 1
             if self._unmarked == _UNMARKED_PROMPTS:
                 logger.warning(
-                    "None of the last %d prompts had a marked passage, so no stored passage can "
+                    "None of the first %d long prompts had a marked passage, so no passage can "
                     "be reused. LlamaIndex: put BlockKVPostprocessor() last in "
                     "node_postprocessors, call configure(llm) so that passages are not cut, and "
                     "use BlockCitationQueryEngine for citations. LangChain: format documents with "
@@ -53,7 +53,7 @@ class ReuseHints:
             self._told_of_heads = True
             logger.warning(
                 "Text that changes with every question comes before the passages: it was "
-                "recomputed for each of the last %d prompts, and is never stored. In your prompt "
-                "template, put the passages before the question and the history",
+                "recomputed for each of the last %d prompts with passages, and is never stored. In "
+                "your prompt template, put the passages before the question and the history",
                 _NEW_HEADS,
             )

@@ -38,7 +38,7 @@ class EngineSource:
     Args:
         model_name: Name or path of a model, or a loaded transformers model.
         tokenizer_name: A transformers tokenizer, or its name or path.
-        model_kwargs: Additional arguments for loading the model, including ``tokenizer``.
+        model_kwargs: Additional arguments for loading the model, such as ``tokenizer``.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class EngineSource:
         self._has_warned = False
 
     def fields(self) -> dict[str, Any]:
-        """Return the constructor arguments, with None in place of objects."""
+        """Return the constructor arguments, with a name, a location or None in place of objects."""
         name = self._model if isinstance(self._model, str) else None
         if self._engine is not None and name is None:
             name = self._engine.model.name
@@ -185,11 +185,11 @@ class EngineSource:
         """Load the model, so that the first question is as fast as later ones."""
         if self._engine is None:
             model = self.engine.model
-            # Each property is measured on first access, which takes as long as several answers.
+            # These properties are computed on first access, which takes as long as several answers.
             _ = (model.fingerprint, model.rules, model.graph_runner, model.has_causal_kernel)
 
     def check_recognizes(self) -> None:
-        """Raise ValueError if the engine cannot recognize passages in plain text."""
+        """Raise ValueError if a store object was passed that cannot store a passage index."""
         if isinstance(self._kv_store, KVStore):
             PassageIndex(self._kv_store)
 
@@ -203,7 +203,7 @@ class EngineSource:
     def prompt_of(
         self, spans: Iterable[Span], template: BlockTemplate, *, recognize: Recognize = False
     ) -> BlockPrompt:
-        """Create a prompt. ``recognize``: also recognize passages in text without markers."""
+        """Create a prompt. ``recognize``: Whether to find passages in text without markers."""
         if recognize:
             engine = self.engine
             in_system = recognize == "system"
@@ -211,7 +211,7 @@ class EngineSource:
         return BlockPrompt.from_spans(spans, template)
 
     def string_spans(self, prompt: str, *, parse_special_tokens: bool) -> list[Span]:
-        """Split a prompt. ``parse_special_tokens``: Parse control tokens outside of passages."""
+        """Split a prompt. Control tokens are treated as text without ``parse_special_tokens``."""
         if parse_special_tokens:
             if holds_orphans(prompt):
                 raise SegmentationError(
@@ -271,7 +271,7 @@ class ServerSource:
 
     @property
     def lasting_store(self) -> str:
-        """Addresses of the servers, separated by spaces. Other processes use them as the store."""
+        """Addresses of the servers, separated by spaces. They identify the store."""
         return " ".join(self._urls)
 
     @property

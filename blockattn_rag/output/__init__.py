@@ -1,6 +1,6 @@
 """Constrained output: answer grammars, and tool calls in each model family's format.
 
-A grammar only allows tokens that can still lead to a valid answer. Options:
+A grammar only allows tokens that can still lead to a valid answer. The options are described in
 docs/guides/structured_output.md.
 """
 

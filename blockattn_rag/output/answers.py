@@ -1,7 +1,7 @@
 """Parses answers: thoughts of reasoning models, and complete JSON.
 
 Thoughts are the text between ``<think>`` and ``</think>`` in an answer. Some chat templates put the
-opening mark at the end of the prompt, so that it is missing in the answer.
+opening mark at the end of the prompt, so that the answer starts with thoughts, without a mark.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _REASONS = {
 
 
 def complete_json(text: str, finish_reason: str | None) -> Any:
-    """Parse an answer that must be complete JSON. Raises ``IncompleteAnswerError``."""
+    """Parse an answer as JSON. Raises ``IncompleteAnswerError`` if it is not complete JSON."""
     try:
         value = json.loads(text)
     except RecursionError:

@@ -33,8 +33,8 @@ MOST_COMPILED = 64
 """Maximum number of compiled grammars in the cache. Most take about 100 KiB."""
 
 MOST_ALTERNATIVES = 10_000
-"""Maximum number of parser items per position: one per ``anyOf`` case or tool, four per optional
-property. At this limit, tokens take up to 150 ms each. llguidance's default is 2,000."""
+"""Maximum number of parser items per position: at least one per ``anyOf`` case or tool, four per
+optional property. At this limit, tokens take up to 150 ms each. llguidance's default is 2,000."""
 
 # At most one space, because small models may repeat white space until the answer is cut off.
 _WHITESPACE = " ?"
@@ -97,8 +97,8 @@ class Matcher:
 class GrammarCompiler:
     """Compiles grammars for one tokenizer, and caches recent ones. Thread-safe.
 
-    Each grammar is compiled once, in a separate thread, so a slow grammar delays neither the model
-    nor other grammars.
+    A grammar is compiled in its own thread, so a slow one delays neither the model nor other
+    grammars. Concurrent calls with equal grammars share the result.
     """
 
     def __init__(self, tokenizer: Any, ends: Collection[int], name: str) -> None:
@@ -108,7 +108,7 @@ class GrammarCompiler:
         self._compiled: dict[tuple[int, str, str], Future[LLMatcher | str]] = {}
 
     def start(self, grammar: Grammar) -> Future[LLMatcher | str]:
-        """Compile a grammar in the background. The result is an error message if it failed."""
+        """Compile a grammar in the background. If it is invalid, the result is an error message."""
         key = os.getpid(), grammar.kind, grammar.text  # Threads do not survive a fork.
         new: Future[LLMatcher | str] = Future()
         if (compiled := self._compiled.setdefault(key, new)) is not new:

@@ -11,7 +11,7 @@ from blockattn_rag.errors import GrammarError
 
 Kind = Literal["json", "json_object", "regex", "choice", "grammar", "structural_tag"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
-"""Kinds of grammars, which match the fields of vLLM's ``structured_outputs``."""
+"""Kinds of grammars, named like the fields of vLLM's ``structured_outputs``."""
 
 MOST_CHARACTERS = 2_000_000
 """Maximum length of a grammar. About 75,000 short choices fit, and compile in half a second."""
@@ -23,8 +23,9 @@ class Grammar:
 
     Args:
         kind: Kind of ``text``, named as in vLLM.
-        text: JSON schema, regular expression, JSON list of choices, grammar, or JSON structural
-            tags.
+        text: JSON schema, regular expression, JSON list of choices, Lark grammar, or JSON
+            structural tags.
+        name: Description for error messages, for example ``"the JSON schema 'Height'"``.
     """
 
     kind: Kind
@@ -122,7 +123,9 @@ def _of_outputs(outputs: Any) -> Grammar:
         case "choice":
             is_list = isinstance(value, Sequence) and not isinstance(value, str)
             if not (is_list and value and all(isinstance(item, str) and item for item in value)):
-                raise TypeError(f"choice must be a list of strings; found {_shown(value)}")
+                raise TypeError(
+                    f"choice must be a list of non-empty strings; found {_shown(value)}"
+                )
             return Grammar(kind, _json(list(value)), f"the choice {_shown(value)}")
         case "structural_tag":
             text = value if isinstance(value, str) else _json(value)
@@ -150,7 +153,7 @@ def _json(value: Any) -> str:
     try:
         return json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError) as error:
-        raise TypeError(f"A grammar must be plain JSON; found {_shown(value)}") from error
+        raise TypeError(f"A schema or tag must be plain JSON; found {_shown(value)}") from error
 
 
 def _shown(value: Any) -> str:

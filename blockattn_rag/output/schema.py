@@ -1,8 +1,8 @@
-"""Prepares JSON schemas for compilation, and checks the size of grammars.
+"""Prepares JSON schemas for compilation, and limits the size and depth of grammars.
 
 JSON Schema allows objects to have properties that the schema does not mention. Small models keep
-adding such properties, so objects are closed where this is safe, as in vLLM. Every answer that
-matches the closed schema also matches the original.
+adding such properties, so objects are closed to them where this is safe, as in vLLM. Every answer
+that matches the closed schema also matches the original.
 
 llguidance compiles grammars recursively. Each nested level and each reference takes up to 4.5 KiB
 of the compiling thread's stack, which is usually 8 MiB. An overflow would crash the process.
@@ -23,7 +23,7 @@ from urllib.parse import unquote
 from blockattn_rag.errors import GrammarError
 
 MOST_OPTIONAL = 2_000
-"""Maximum number of optional properties in an object. Compile time is quadratic in the number."""
+"""Maximum number of optional properties in an object. Compile time is quadratic in this number."""
 
 MOST_LEVELS = 800
 """Maximum depth of a grammar. Chained references add their levels."""
@@ -52,8 +52,9 @@ _OPEN = ("additionalProperties", "patternProperties", "unevaluatedProperties")
 def prepared(schema: dict[str, Any]) -> dict[str, Any]:
     """Copy a schema, close its objects, and remove unsupported formats.
 
-    Objects stay open if they require a property that they do not define. If the schema combines
-    schemas, all objects stay open, because a property may belong to another part.
+    An object stays open if it defines no ``properties``, sets which others are allowed, or requires
+    one that it does not define. If any part of the schema combines schemas, all objects stay open,
+    because a property may belong to another part. Raises GrammarError if a limit is exceeded.
     """
     try:
         schema = copy.deepcopy(schema)
@@ -125,7 +126,7 @@ def check_schema(schema: Any) -> None:
     whole = _part(schema, known)
     pointers = [name for name in whole.names if name == "#" or name.startswith("#/")]
     parts = {name: _part(_resolved(schema, name), known) for name in pointers}
-    # References with other names, such as anchors, may lead to any part of the schema.
+    # Other references, such as anchors, may lead to any part, so each may add all levels.
     others = len(whole.names) - len(parts)
     _check_levels((1 + others) * whole.levels + _longest(parts))
 

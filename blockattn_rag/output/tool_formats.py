@@ -40,7 +40,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class InvalidToolCall:
-    """An invalid tool call in a model's answer. ``error`` says what was expected and found."""
+    """Invalid tool call in a model's answer. ``text``: As written. ``error``: Why it is invalid."""
 
     text: str
     error: str
@@ -61,7 +61,7 @@ class ToolFormat:
         id_mark: Optional mark between tool name and call id.
         argument_keys: Accepted keys for a call's arguments, with the documented key first.
         is_bare: Whether a JSON object at the start of an answer is a call even without ``opening``.
-        one_a_message: Whether each message in the history has at most one call.
+        one_a_message: Whether each message in the history may have at most one call.
     """
 
     name: str
@@ -76,7 +76,7 @@ class ToolFormat:
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """Marks that must be kept in an answer's text even if they are control tokens."""
+        """All marks of the format, without empty ones."""
         marks = (self.opening, self.closing, self.arguments_mark, self.id_mark)
         return tuple(mark for mark in marks if mark)
 
@@ -145,8 +145,8 @@ def calls_grammar(
         tokenizer: The model's transformers tokenizer. A mark that is an added token must be
             generated as that token. Other marks are text.
         several: Whether an answer may have more than one call.
-        answer: JSON schema for answers without calls.
-        or_text: Whether text is allowed instead of calls. It must not start like a call.
+        answer: JSON schema for answers without calls. Default: answers must have calls.
+        or_text: Whether text is allowed instead of calls. It must not start like calls or thoughts.
     """
     numbers = mark_ids(form, tokenizer)
 

@@ -25,7 +25,7 @@ Call = ToolCall | InvalidToolCall
 _NAME = re.compile(r'\[?\s*\{\s*"name"\s*:\s*"([^"\\]+)"')
 _VISIBLE = re.compile(r"\S")
 _WINDOW = 8
-"""Number of previous tokens that affect how a token is decoded."""
+"""Number of preceding tokens that are decoded with new ones, because they may affect the text."""
 
 
 class ReadAnswer(NamedTuple):
@@ -70,8 +70,8 @@ class CallParser:
     """Parses answers of a model with tools.
 
     White space next to calls is dropped. Invalid calls are reported, and never repaired. The answer
-    ends at a call that repeats the previous one, or at the first valid call if only one is allowed.
-    Later text and calls are dropped.
+    ends before a call that repeats the call directly before it, or after the first valid call if
+    ``parallel`` is False. Later text and calls are dropped.
 
     Args:
         names: Names of the tools. In formats without a required mark, a JSON object that is not a
@@ -179,7 +179,7 @@ class AnswerReader:
         return Said(said.thoughts, new)
 
     def finish(self, text: str, token_ids: Sequence[int]) -> tuple[Said, ReadAnswer]:
-        """Parse the finished output, and return new thoughts and text, and all calls."""
+        """Parse the finished output. Returns the new thoughts and text, and the complete answer."""
         said = self._split(text[len(self._output) :], is_last=True)
         has_only_thoughts = not self._answer_length and bool(text.strip())
         if self._parser is None or has_only_thoughts:
@@ -223,7 +223,7 @@ class _Reader:
         )
 
     def _read_part(self, at: int) -> tuple[str, list[Call], int] | None:
-        """Return the text before the next calls, the calls, and their end index."""
+        """Return the text before the next calls, the calls, and their end. None: no more calls."""
         opening = self._next_mark(at, self._form.opening)
         bare = self._bare_start(at, opening) if self._may_be_bare else None
         if bare is not None:
@@ -266,7 +266,7 @@ class _Reader:
         return self._parser.parallel or isinstance(call, InvalidToolCall)
 
     def _bare_start(self, at: int, opening: Mark | None) -> int | None:
-        """Return the start of a call without an opening mark: at the start, or after a call."""
+        """Return the start of a call without an opening mark, after an optional ``;``, or None."""
         start = self._visible(at)
         if self._calls and self._text.startswith(";", start):
             start = self._visible(start + 1)

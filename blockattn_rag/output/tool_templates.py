@@ -33,7 +33,7 @@ class ToolTemplate:
 
     Args:
         variable: Template variable for tool definitions. None: the template does not support tools,
-            so definitions are appended to the last user message as text.
+            so definitions are added as text, in a user message at the end.
         is_wrapped: Whether each definition is ``{"type": "function", "function": ...}`` rather than
             just the function.
         shows_calls: Whether the template renders calls in earlier messages. If not, they are added
@@ -93,7 +93,7 @@ class ToolTemplate:
     def _with_tools(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
     ) -> list[dict[str, Any]]:
-        """Append tool definitions to the last user message, so earlier passages remain blocks."""
+        """Add tool definitions at the end, in a user message, so that passages remain blocks."""
         form = self.form
         words = (
             f"Answer with a call of one of these functions, written as\n{form.opening}\n"
@@ -146,7 +146,7 @@ def _one_call_each(turns: Sequence[Message]) -> list[Message]:
             content = "" if index else turn["content"]
             split.append({**turn, "content": content, "tool_calls": [call]})
             call_id = call.get("id") or ""
-            # Later calls may have the same ids.
+            # Search only up to the next message with calls, because ids may be reused there.
             for later in takewhile(lambda later: not later.get("tool_calls"), rest):
                 if later["role"] == "tool" and (later.get("tool_call_id") or "") == call_id:
                     rest.remove(later)

@@ -54,7 +54,7 @@ class ToolUse:
                 ``"none"``, ``"any"``, ``"required"``, a bool, a tool's name or ``{"type":
                 "function", "function": {"name": ...}}``. ``parallel_tool_calls``: bool.
                 ``tool_calls``: None, ``"free"`` or ``"constrained"``.
-            load_tokenizer: Function that returns the tokenizer. Not called if there are no tools.
+            load_tokenizer: Function that returns the tokenizer. Not called if the result is None.
         """
         tools, calls = call.get("tools") or (), call.get("tool_calls")
         _check_definitions(tools)
@@ -66,7 +66,7 @@ class ToolUse:
         tokenizer = load_tokenizer()
         template = tool_template(tokenizer)
         if template is None and choice != AUTO and has_chat_template(tokenizer):
-            # A grammar enforces the format.
+            # Required calls work with any template, because a grammar enforces their format.
             template = ToolTemplate(FORMATS["hermes"], variable=None)
         if template is None:
             raise ValueError(
@@ -87,8 +87,9 @@ class ToolUse:
     def engine_options(self, tokenizer: Any, options: Mapping[str, Any]) -> dict[str, Any]:
         """Create the engine's options for a request with these tools.
 
-        If calls are required, a grammar allows only calls. With optional calls and JSON output, it
-        allows both. Other grammars raise ValueError if calls are required or constrained.
+        A grammar allows only calls if they are required, calls or JSON if JSON output is requested,
+        and calls or text if ``constrained``. Otherwise, the options are unchanged. Another grammar
+        raises ValueError if calls are required or constrained.
         """
         if not self._decides(options):
             return dict(options)
@@ -175,7 +176,6 @@ def with_default_calls(defaults: Mapping[str, Any], call: Mapping[str, Any]) -> 
 
 
 def without_tool_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a request's options without the tool options."""
     return {name: value for name, value in options.items() if name not in TOOL_OPTIONS}
 
 

@@ -15,11 +15,11 @@ from blockattn_rag.store.checks import Outline, check_block
 from blockattn_rag.store.header import Header
 
 ReadResult: TypeAlias = BlockKV | StoreError | None
-"""Result per key of a batch read: the entry, None if it does not exist, or the StoreError that
-``get`` would raise. Returning errors keeps one bad entry from failing the whole batch."""
+"""Result of a batch read for one key: the entry, None if it does not exist, or the StoreError that
+``get`` would raise. Returning errors keeps one bad entry from failing the complete batch."""
 
 ChooseHeads: TypeAlias = Callable[[Header], Mapping[int, range]]
-"""Function that returns the heads of each layer to read, given the header of an entry."""
+"""Function that selects the heads to read, by layer, given an entry's header."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +30,11 @@ class TierStats:
         name: ``repr`` of the tier's store.
         hits: Number of entries read.
         read_tokens, read_bytes: Tokens and bytes (keys, values, scales) of the entries read.
-        misses: Lookups of absent or damaged entries.
-        written: Entries written, including copies of hits in slower tiers.
-        failures: Failed reads and writes. A batch read counts once.
-        skipped: Entries not looked up or written because the breaker was open.
-        dropped: Entries not written because the queue was full or the write failed.
+        misses: Reads of absent or damaged entries.
+        written: Entries written, including copies of entries that a slower tier returned.
+        failures: Failed calls. A batch read counts once, and damaged entries do not count.
+        skipped: Entries in calls that were skipped because the breaker was open.
+        dropped: Copies not written: the queue was full, or the write failed or was skipped.
         is_open: Whether the breaker is currently open.
     """
 
@@ -56,10 +56,10 @@ class StoreStats:
 
     Args:
         entries: Number of blocks.
-        total_bytes: Total size. An in-memory store counts only keys and values; others count
-            complete entries.
-        evictions: Entries evicted since the store object was created.
-        refused: Entries not stored because they are larger than the size limit.
+        total_bytes: Total size in bytes. An in-memory store counts only keys, values and scales;
+            others count complete entries.
+        evictions: Entries that this store object evicted. Excludes evictions by a Redis server.
+        refused: Entries that this store object did not store because each exceeds the size limit.
         tiers: Stats of each tier of a ``TieredStore``, fastest first.
     """
 
@@ -77,14 +77,14 @@ SIDECAR = "sidecar"
 class Sidecar(ABC):
     """Small immutable files alongside the entries of a store, such as the passage index.
 
-    Paths have the form ``"folder/name"``. A file is written atomically and never modified, so
-    readers need no lock: a file is either complete or absent. All methods raise StoreError if the
-    store fails.
+    Paths have the form ``"folder/name"``; folders may be nested. A file is written atomically and
+    never modified in place, so readers need no lock: a file is either complete or absent. All
+    methods raise StoreError if the store fails.
     """
 
     @abstractmethod
     def names(self, folder: str) -> list[str]:
-        """List all files under a folder, as relative paths. Empty if the folder does not exist."""
+        """List all files under a folder, as paths relative to it. Empty if it does not exist."""
 
     @abstractmethod
     def read(self, paths: Sequence[str]) -> list[bytes | None]:
@@ -126,7 +126,7 @@ class KVStore(ABC):
         return entry
 
     def get_many(self, keys: Sequence[str]) -> list[ReadResult]:
-        """Read several entries, in the order of the keys. Errors are returned, not raised."""
+        """Read several entries, in the order of the keys. StoreErrors are returned, not raised."""
         return [self._get_or_error(key) for key in keys]
 
     def _get_or_error(self, key: str) -> ReadResult:
@@ -147,7 +147,7 @@ class KVStore(ABC):
 
     @abstractmethod
     def __contains__(self, key: object) -> bool:
-        """Whether an entry exists for the key. Only ``get`` checks its content."""
+        """Whether an entry exists for the key. Does not check whether it is intact."""
 
     @abstractmethod
     def delete(self, key: str) -> bool:
@@ -155,7 +155,7 @@ class KVStore(ABC):
 
     @abstractmethod
     def keys(self) -> Iterator[str]:
-        """Iterate over all keys. Entries that change during the iteration may be missing."""
+        """Iterate over all keys. Entries that change meanwhile may or may not be included."""
 
     @abstractmethod
     def stats(self) -> StoreStats:
@@ -174,11 +174,11 @@ class KVStore(ABC):
             self.touch(key)
 
     def claim(self, key: str, handles: Collection[str]) -> bool:
-        """Mark an entry as used now, and add the handles of further texts that share it.
+        """Mark an entry as used now, and add the handles of other texts with the same tokens.
 
-        Texts with the same tokens share an entry, which ``gc`` keeps as long as one of its handles
-        is live. Of concurrent claims, one may be lost. Returns whether the entry exists and appears
-        intact.
+        Such texts share the entry, which ``gc`` keeps as long as one of its handles is live.
+        Concurrent claims may lose handles. ``KVStore.claim`` adds no handles. Returns whether the
+        entry exists and appears intact.
         """
         return self.touch(key)
 
@@ -215,11 +215,11 @@ class EntryInfo(NamedTuple):
 
 
 class MaintainedStore(KVStore):
-    """Base class of stores that can list, describe, sweep and partially read their entries."""
+    """Base class of stores that list and describe entries, delete unused ones, and read parts."""
 
     @abstractmethod
     def entries(self) -> Iterator[StoredEntry]:
-        """Iterate over all entries. Entries that change during the iteration may be missing."""
+        """Iterate over all entries. Those that change meanwhile may or may not be included."""
 
     @abstractmethod
     def describe(self, key: str) -> EntryInfo | None:
@@ -230,7 +230,7 @@ class MaintainedStore(KVStore):
         """
 
     def peek(self, key: str) -> BlockKV | None:
-        """Read an entry like ``get``, but without recording a use."""
+        """Read an entry like ``get``, but record no use. Override it if ``get`` records uses."""
         return self.get(key)
 
     @abstractmethod
@@ -248,10 +248,10 @@ class MaintainedStore(KVStore):
         with the entry's key.
 
         Args:
-            choose: Function that selects the heads. If it raises a StoreError, that error is
-                returned.
-            head_bytes: Number of bytes in the first read of each entry. A remote store rejects
-                entries with a longer header.
+            choose: Function that selects the heads. If it raises a StoreError, that error is the
+                result for the entry.
+            head_bytes: Number of bytes that a remote store reads first of each entry. It rejects
+                entries with a longer header. Ignored by a ``DirectoryStore``.
         """
 
     def leftovers(self) -> Iterator[Path]:
@@ -277,7 +277,7 @@ class MaintainedStore(KVStore):
 
 
 def is_damage(answer: object) -> bool:
-    """Whether a result is an error of a single entry, not of the whole store."""
+    """Whether a result is an error that reports an unusable entry, not a failing store."""
     return isinstance(answer, (CorruptEntryError, FingerprintMismatchError))
 
 
@@ -306,8 +306,8 @@ def find_blocks(
     outline: Outline,
 ) -> tuple[list[BlockKV | None], dict[str, StoreError]]:
     """Look up blocks with one batch read of all first keys, then a batch read of the second keys of
-    blocks that are still missing, and so on. Returns the blocks, None if missing, and the errors by
-    key: damaged entries, entries of another block, and failed reads."""
+    blocks that are still missing, and so on. Returns the block of each query, or None if it is
+    missing, and the errors by key: damaged entries, entries of another block, and failed reads."""
     blocks: list[BlockKV | None] = [None] * len(queries)
     errors: dict[str, StoreError] = {}
     for turn in range(max((len(query.keys) for query in queries), default=0)):

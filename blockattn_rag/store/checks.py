@@ -1,4 +1,4 @@
-"""Validation of keys, of blocks to be stored, and of the tensors in a header."""
+"""Validation of keys, of blocks, and of the tensors in a header."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from blockattn_rag.kv.block_kv import BlockKV
 from blockattn_rag.kv.quantization import STEPS, KVScales
 
 Outline = tuple[tuple[int, int, torch.dtype], ...]
-"""``BlockKV.token_outline``: heads, head size and dtype per layer, for keys and then for values."""
+"""``BlockKV.token_outline``: head count, head size and dtype per layer, keys before values."""
 
 DTYPES = {
     "F64": torch.float64,
@@ -44,7 +44,7 @@ def is_key(key: object) -> TypeGuard[str]:
 
 def check_key(key: str) -> str:
     if not is_key(key):
-        raise ValueError(f"A store key is 64 lowercase hex digits (kv.store_key), found {key!r}")
+        raise ValueError(f"Expected a store key of 64 lowercase hex digits (kv.key), found {key!r}")
     return key
 
 
@@ -71,13 +71,13 @@ def check_block(kv: BlockKV, key: str, token_ids: Sequence[int], outline: Outlin
         )
     if kv.token_outline != outline:
         raise FingerprintMismatchError(
-            f"The keys and values of the entry {key} do not have this model's shape or dtype; do "
-            "not share a disk tier between models or ranks"
+            f"The keys and values of the entry {key} do not have this model's shape or dtype; "
+            "a rank's disk or cache tier must not be shared with other ranks"
         )
 
 
 def is_finite(kv: BlockKV) -> bool:
-    """Whether all keys and values are finite. One NaN or infinity corrupts a complete answer."""
+    """Whether all keys and values are finite. One NaN or infinity can corrupt the entire answer."""
     if kv.scales is None:
         return all(all_finite(states) for states in (*kv.keys, *kv.values))
     # Check the largest magnitude that a scale can produce, in the dequantized dtype.
@@ -95,7 +95,7 @@ def check_finite(kv: BlockKV, place: object) -> None:
 
 
 class TensorSpec(NamedTuple):
-    """Dtype, shape and byte range of a tensor, relative to the start of the entry."""
+    """Dtype and shape of a tensor, and its byte range within the entry."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -133,7 +133,7 @@ def check_states(
             raise ValueError(f"Quantized keys and values must be int8; found {layer.dtype}")
         if not quantized and not (layer.dtype.is_floating_point and layer.dtype in DTYPE_NAMES):
             raise ValueError(
-                f"Keys and values must be of a floating-point dtype that safetensors supports; "
+                f"Keys and values must have a floating-point dtype that safetensors supports; "
                 f"found {layer.dtype}"
             )
     for index, (k, v) in enumerate(zip(keys, values, strict=True)):
@@ -170,6 +170,6 @@ def check_text(value: object) -> str:
 
 def all_finite(states: Tensor) -> bool:
     """Whether all elements are finite. Takes a single pass, and copies only 8-bit tensors."""
-    # `aminmax` does not support 8-bit dtypes.
+    # `aminmax` does not support 8-bit floating-point dtypes.
     wide = states.float() if states.element_size() == 1 else states
     return all(bool(torch.isfinite(extreme)) for extreme in torch.aminmax(wide))

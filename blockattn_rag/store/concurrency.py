@@ -1,7 +1,7 @@
 """Concurrency helpers for stores: reads with deadlines, deduplicated reads, a write queue, and a
 circuit breaker.
 
-Objects with threads reset themselves in forked processes, which do not inherit these threads.
+Objects that rely on running threads reset themselves in forked processes, which inherit no threads.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ if hasattr(os, "register_at_fork"):
 
 
 class Readers(_ForkAware):
-    """Thread pool for reads."""
+    """Thread pool for reads and other calls to a store."""
 
     def __init__(self, threads: int, name: str) -> None:
         if threads < 1:
@@ -77,7 +77,7 @@ def remaining(until: float) -> float:
 
 
 def outcome(future: Future[T], until: float, doing: str) -> T:
-    """Return a read's result. At the deadline, cancel the read if queued, and raise StoreError."""
+    """Return a call's result. At the deadline, cancel it if still queued, and raise StoreError."""
     try:
         return future.result(remaining(until))
     except TimeoutError:
@@ -105,7 +105,7 @@ class SingleFlight(_ForkAware):
         most_s: float,
     ) -> list[ReadResult]:
         """Read keys with ``read_many``. If another thread is already reading a key, wait for its
-        result for at most ``most_s`` seconds."""
+        result until ``most_s`` seconds after this call, then return a StoreError for the key."""
         until = deadline(most_s)
         awaited: dict[str, Future[ReadResult]] = {}
         own: list[str] = []
@@ -160,7 +160,7 @@ class WriteQueue(_ForkAware):
 
     def add(self, key: str, kv: BlockKV, write: Callable[[str, BlockKV], object]) -> bool:
         """Queue ``write(key, kv)``, which must not raise, and cancel a queued write for this key.
-        Returns False if the queue is full or closed, in which case the block is not written."""
+        Returns False if the queue is full or closed: then nothing is written or canceled."""
         kv = kv.to(torch.device("cpu"))
         queued = partial(write, key, kv)
         with self._changed:
@@ -176,14 +176,14 @@ class WriteQueue(_ForkAware):
 
     def discard(self, key: str, wait_s: float) -> bool:
         """Cancel a queued write, and wait at most ``wait_s`` seconds for a running one. Returns
-        whether a write was queued."""
+        whether a write was queued or running."""
         with self._changed:
             was_queued = self._waiting.pop(key, None) is not None
             self._changed.wait_for(lambda: key not in self._running, wait_s)
             return was_queued
 
     def flush(self, wait_s: float | None = None) -> bool:
-        """Wait at most ``wait_s`` seconds until the queue is empty. Returns whether it is empty."""
+        """Wait until the queue is empty, but at most ``wait_s`` seconds. Returns whether it is."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._bytes, wait_s)
 

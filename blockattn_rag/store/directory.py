@@ -36,7 +36,7 @@ from blockattn_rag.store.header import FORMAT, VERSION, Header, read_header
 T = TypeVar("T")
 
 RECIPE_FOLDER = "recipe"
-"""Folder with an engine's recipe. The store ignores this folder."""
+"""Name of the folder with an engine's recipe, which the store ignores."""
 
 _MARK = "format.json"
 _MARKED = {"format": FORMAT, "version": VERSION}
@@ -44,7 +44,7 @@ _OBJECTS = "objects"
 _SUFFIX = ".safetensors"
 _SHARD = re.compile(r"[0-9a-f]{2}")
 
-# Minimum time between two recorded uses of an entry, for reads and for ``touch``. Recording every
+# Minimum seconds between two recorded uses of an entry, for reads and for `touch`. Recording every
 # hit would slow down a store that is mostly read.
 _MARK_READ_S = 60.0
 _MARK_TOUCHED_S = 1.0
@@ -56,20 +56,20 @@ class DirectoryStore(MaintainedStore):
     """Store in a directory. Safe for concurrent use by threads and processes.
 
     An entry is written under a temporary name, flushed to disk and renamed, so every entry is
-    complete even after a crash. A read loads the complete file into memory and verifies it there.
-    New files and folders are accessible only to their owner (0600, 0700).
+    complete even after a crash. ``get`` loads the complete file into memory and verifies it there.
+    Entries and their folders are created with access for their owner only (0600, 0700).
 
     Args:
-        path: Directory of the store, created if it does not exist.
-        create: Whether to create the store if it does not exist.
+        path: Directory of the store. A leading ``~`` is expanded.
+        create: Whether to create the store if it does not exist, instead of raising StoreError.
         fsync: Whether to flush each entry to disk. If False, a power failure may lose or damage
             entries. Reads detect damage, and the blocks are encoded again.
-        max_bytes: Size limit of all entries together, enforced by evicting the least recently used
-            entries. Applies to writes by this object; several processes may briefly exceed it
-            (``SizeBound``). A block larger than the limit is not stored. Default: no limit.
+        max_bytes: Size limit of all entries in bytes. Before a write, this object evicts the least
+            recently used entries to stay within it. If several objects write, they may briefly
+            exceed it (``SizeBound``). A larger entry is not stored. Default: no limit.
 
     Raises:
-        StoreError: ``path`` is not a store, is a store of another format version, or cannot be
+        StoreError: ``path`` is not a store, has another format version, or cannot be opened or
             created.
         ValueError: ``max_bytes`` is not positive.
     """
@@ -132,7 +132,7 @@ class DirectoryStore(MaintainedStore):
                     return False
                 _read_header(path, file)
                 files.mark_used(file.fileno(), _MARK_TOUCHED_S)
-                # A deletion renames the file first, so check that the path still refers to it.
+                # `discard` renames the file first, so check that the path still refers to it.
                 return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
         except StoreError:
             return False
@@ -176,7 +176,7 @@ class DirectoryStore(MaintainedStore):
         return (path.stem for path in self._paths())
 
     def entries(self) -> Iterator[StoredEntry]:
-        """Iterate over all entries. Reads count as uses at most once a minute."""
+        """Iterate over all entries. In ``used_ns``, reads are recorded at most once a minute."""
         for path in self._paths():
             with files.explained("inspect", path):
                 status = files.status_of(path)
@@ -240,7 +240,7 @@ class DirectoryStore(MaintainedStore):
             return error
 
     def _write(self, path: Path, content: bytes) -> None:
-        if not self._mark.exists():  # The folder was deleted after the store was opened.
+        if not self._mark.exists():  # It was deleted after the store was opened.
             self._make(create=True)
         if not path.parent.exists():
             files.make_folder(self._objects)
@@ -255,7 +255,7 @@ class DirectoryStore(MaintainedStore):
 
     def _make(self, create: bool) -> None:
         """Initialize a store in this directory, unless another process has just done so. Entries
-        may exist already if ``format.json`` was deleted, for example during a write."""
+        may exist already, because ``format.json`` may have been deleted after they were written."""
         if not create:
             raise StoreError(f"No store at {self.path}: it has no {_MARK}")
         files.make_folder(self.path, parents=True)
@@ -306,6 +306,6 @@ def _check_mark(mark: Path) -> None:
         raise StoreError(f"{mark} is not readable JSON: {error}") from error
     if mark_fields != _MARKED:
         raise StoreError(
-            f"{mark.parent} is a store of another format: found {mark_fields}, expected {_MARKED}; "
+            f"{mark.parent} is a store in another format: found {mark_fields}, expected {_MARKED}; "
             "ingest into another directory"
         )

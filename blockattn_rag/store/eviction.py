@@ -49,8 +49,8 @@ def _evict(
     store: MaintainedStore, max_bytes: int, *, more_bytes: int = 0, ignored: str = ""
 ) -> tuple[int, tuple[StoredEntry, ...]]:
     """Delete the least recently used entries until the others take at most ``max_bytes``. If any
-    must be deleted, free up to ``more_bytes`` more. Does not count or delete the entry with the key
-    ``ignored``. Returns the total size of the remaining entries, and the deleted entries."""
+    must be deleted, free up to ``more_bytes`` more. Keeps entries used in the meantime. Ignores the
+    entry with the key ``ignored``. Returns the remaining size, and the deleted entries."""
     known = [entry for entry in store.entries() if entry.nbytes and entry.key != ignored]
     left, spare = sum(entry.nbytes for entry in known), more_bytes
     deleted: list[StoredEntry] = []
@@ -72,11 +72,11 @@ def _evict(
 
 
 class SizeBound:
-    """Size limit of a store, which frees space before a write. Callers must hold ``lock``.
+    """Size limit of a store. Frees space before a write, while the caller holds ``lock``.
 
-    Listing all files for each write would be slow in a large store. A writer lists them only when
-    it has written 1/64 of the size limit or runs out of space, and then frees up to 1/64 at once.
-    Each additional writer may exceed the limit by 1/64, or by one larger entry, until it does so.
+    Listing all files for each write would be slow in a large store. A writer lists them again only
+    after it has written 1/64 of the limit or used up the free space. It then frees up to 1/64 more
+    than it needs. In between, other writers may each exceed the limit by 1/64 or one entry.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -105,7 +105,7 @@ class ShrinkReport:
     """Result of ``shrink``.
 
     Args:
-        left_bytes: Total size of the remaining entries.
+        left_bytes: Total size of the remaining entries. May exceed the limit if some were in use.
         deleted: Keys of the deleted entries, least recently used first.
         freed_bytes: Total size of the deleted entries.
     """
@@ -119,11 +119,11 @@ def shrink(store: MaintainedStore, max_bytes: int) -> ShrinkReport:
     """Delete the least recently used entries until the others take at most ``max_bytes``.
 
     To limit the size permanently, use ``DirectoryStore(path, max_bytes=...)``. Deleted blocks are
-    encoded again when they are needed. Temporary files are ignored.
+    encoded again when they are needed. Temporary files, and entries used meanwhile, are kept.
 
     Raises:
         StoreError: The store cannot be listed, or an entry cannot be deleted.
-        ValueError: ``max_bytes`` is not positive.
+        TypeError, ValueError: ``max_bytes`` is not a positive integer.
     """
     check_max_bytes(max_bytes)
     left_bytes, deleted = _evict(store, max_bytes)

@@ -2,7 +2,7 @@
 
 The modification time of a file records its last use. To delete a file by age, a process first
 renames it to a temporary name, and checks its last use again. If another process has used the file
-in the meantime, it is renamed back. This needs no lock and survives crashes.
+in the meantime, it is renamed back. This needs no lock. A crash leaves at most a temporary file.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def names_in(folder: Path) -> list[str]:
 
 
 def make_folder(path: Path, *, parents: bool = False) -> None:
-    """Create a folder that only its owner can access. An existing folder keeps its mode."""
+    """Create a folder that only its owner can access. Missing parents get the default mode."""
     path.mkdir(_FOLDER_MODE, parents=parents, exist_ok=True)
 
 
@@ -55,7 +55,7 @@ def opened(path: Path) -> Iterator[FileIO | None]:
     """Open a regular file for reading. Yields None if it does not exist."""
 
     def open_at_once(name: str, flags: int) -> int:
-        return os.open(name, flags | os.O_NONBLOCK)  # A named pipe would block.
+        return os.open(name, flags | os.O_NONBLOCK)  # Opening a named pipe would block.
 
     with explained("read", path):
         try:
@@ -67,7 +67,7 @@ def opened(path: Path) -> Iterator[FileIO | None]:
             mode = os.fstat(file.fileno()).st_mode
             if not stat.S_ISREG(mode):
                 raise CorruptEntryError(
-                    f"{path} is damaged: expected a regular file, found one of mode "
+                    f"{path} is damaged: expected a regular file, found file mode "
                     f"{stat.filemode(mode)!r}; delete it"
                 )
             with damage_reported(path):
@@ -78,7 +78,7 @@ def read_ranges(file: FileIO, ranges: Sequence[tuple[int, int]]) -> Tensor:
     """Read and concatenate byte ranges (start, stop) of a file into a new uint8 tensor.
 
     The file is not memory-mapped: truncating a mapped file kills the process that reads it
-    (SIGBUS), and the number of mappings is limited (65,530 on Linux).
+    (SIGBUS), and the number of mappings is limited (65,530 by default on Linux).
     """
     size = sum(stop - start for start, stop in ranges)
     try:
@@ -96,7 +96,7 @@ def read_ranges(file: FileIO, ranges: Sequence[tuple[int, int]]) -> Tensor:
 
 
 def mark_used(descriptor: int, at_most_every_s: float = 0.0) -> None:
-    """Record a use of an open file, at most once per ``at_most_every_s``. Does nothing in a
+    """Record a use of an open file, at most once per ``at_most_every_s`` seconds. Does nothing in a
     read-only store."""
     if at_most_every_s and age_s(os.fstat(descriptor).st_mtime_ns) < at_most_every_s:
         return
@@ -129,7 +129,7 @@ def remove_unused(path: Path, used_ns: int) -> bool | None:
 
 
 def status_of(path: Path) -> os.stat_result | None:
-    """Return the status of a file or of a broken link, or None if the path does not exist."""
+    """Return the status of a file, or of a broken link itself. None if the path does not exist."""
     try:
         return os.stat(path)
     except OSError as error:

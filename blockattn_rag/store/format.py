@@ -1,8 +1,7 @@
 """Encoding of entries as safetensors files, with checksums for each tensor and the header.
 
-These pure functions convert a ``BlockKV`` to bytes and back. ``docs/format.md`` is the
-specification. Stores use ``encoded`` and ``decoded``, which also check keys and name the entry's
-location in errors.
+``docs/format.md`` is the specification. Stores use ``encoded`` and ``decoded``, which also check
+keys and name the entry's location in errors.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from blockattn_rag.store.header import (
 )
 
 HeadsByLayer = Mapping[int, range]
-"""Part of an entry: the heads to read, by layer. All layers of a group have the same heads."""
+"""Part of an entry: the heads to read, by layer. Layers of a group must have the same heads."""
 
 
 def encode(kv: BlockKV) -> bytes:
@@ -76,7 +75,7 @@ def ranges(header: Header, part: HeadsByLayer) -> list[tuple[int, int]]:
 
 def decode_part(header: Header, part: HeadsByLayer, data: Tensor) -> BlockKV:
     """Decode part of an entry as a block with the entry's key. ``data``: Concatenated bytes of
-    ``ranges``, uint8. Keys and values may be views of it."""
+    ``ranges(header, part)``, uint8. Keys and values may be views of it."""
     layout, tensors, at = header.layout, dict[str, Tensor](), 0
     for name in _names(header, part):
         stop = at + header.places[name].nbytes

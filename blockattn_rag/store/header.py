@@ -1,9 +1,9 @@
 """Header of an entry: metadata, and the layout and locations of its tensors (``docs/format.md``).
 
-Layers of equal shape and dtype form a group. Each head of a group has one key tensor and one value
-tensor, so that a tensor-parallel rank reads complete tensors and can verify their checksums.
+Layers of equal shape and dtype form a group. Each head of a group has its own tensors of keys and
+values (and scales), so that a tensor-parallel rank reads complete tensors and can verify them.
 
-Files are written with the safetensors library. It can read metadata and single tensors only from
+Entries are written with the safetensors library. It can read metadata and single tensors only from
 local files, so headers are parsed here.
 """
 
@@ -37,7 +37,7 @@ Buffer = bytes | bytearray | memoryview
 
 
 class FormatError(ValueError):
-    """Raised for a damaged entry or another format version. Messages follow "... is damaged: "."""
+    """Damaged entry, or an entry in another format version. Messages complete "... is damaged:"."""
 
 
 class LayerShape(NamedTuple):
@@ -103,12 +103,12 @@ class Layout:
 
 
 def tensor_name(head: int, kind: str, group: int) -> str:
-    """Return a tensor's name. Files are sorted by dtype and name, so heads are stored in order."""
+    """Return a tensor's name. Safetensors sorts by dtype and name, so heads are stored in order."""
     return f"head.{head:04}.{kind}.{group:02}"
 
 
 def share_of(rank: int, ranks: int, count: int) -> range:
-    """Return the indices of the heads or layers of a rank, out of ``count``.
+    """Return which of ``count`` heads or layers belong to a rank, as a range of indices.
 
     If there are more ranks than heads, neighboring ranks share a head, as in engines that replicate
     key-value heads.
@@ -123,13 +123,13 @@ def share_of(rank: int, ranks: int, count: int) -> range:
 
 
 class Header(NamedTuple):
-    """Header of an entry."""
+    """Parsed metadata of an entry, and the layout, byte ranges and checksums of its tensors."""
 
     fingerprint: str
     digest: str
     handle: str
     namespace: str
-    dtype: torch.dtype  # Of keys and values; in an int8 entry, before quantization.
+    dtype: torch.dtype  # Of the first layer's keys; in an int8 entry, before quantization.
     layout: Layout
     places: Mapping[str, TensorSpec]  # By tensor name, like the checksums.
     checksums: Mapping[str, str]
@@ -240,7 +240,7 @@ def _described(about: dict[str, Any], fields: dict[str, Any], start: int, size: 
 
 
 def _layout(about: Mapping[str, str], places: Mapping[str, TensorSpec]) -> Layout:
-    """Infer the layout. The caller checks that the entry contains exactly its tensors."""
+    """Infer the layout. The caller must check that the tensors are exactly those of the layout."""
     quantized = {"model": False, "int8": True}[about["kv_dtype"]]
     (num_tokens,) = places[TOKEN_IDS].shape
     shapes, keys, values = list[LayerShape](), list[TensorSpec](), list[TensorSpec]()

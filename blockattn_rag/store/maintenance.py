@@ -23,7 +23,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 GRACE_S = 3600.0
-"""Default grace period of ``gc`` in seconds. Ingestion stores blocks before adding passages."""
+"""Default grace period of ``gc`` in seconds. Protects blocks whose passages are not added yet."""
 
 MOST_NAMES = 100
 """Maximum number of names in a ``Tally``."""
@@ -57,9 +57,9 @@ class VerifyReport:
 
     Args:
         ok: Number of intact entries.
-        total_bytes: Size of the intact entries in the store.
+        total_bytes: Total size of the intact entries, as stored.
         skipped: Number of entries outside the sample.
-        damaged: Unusable entries, with reasons.
+        damaged: Unusable entries, including deleted ones, with reasons.
         unread: Entries that could not be read, for example because of missing permissions or
             insufficient memory. They may be intact, and are never deleted.
         deleted: Number of damaged entries that were deleted.
@@ -79,18 +79,18 @@ class VerifyReport:
 
 @dataclass(slots=True)
 class GcReport:
-    """Result of ``gc``. With ``dry_run``, the result of an equivalent real run.
+    """Result of ``gc``. With ``dry_run``, the result that a real run would have.
 
     Args:
-        kept: Number of referenced entries that were kept.
+        kept: Number of kept entries that are referenced or have no handle.
         kept_young: Number of unreferenced entries that were kept because of the grace period.
-        deleted: Deleted entries, with reasons.
-        expired: Number of referenced entries that were deleted because they had not been used for
-            ``ttl_s``.
-        freed_bytes: Total size of deleted entries and files.
+        deleted: Deleted entries, including expired ones, with reasons.
+        expired: Number of deleted entries that were referenced or had no handle, but had not been
+            used for ``ttl_s``.
+        freed_bytes: Total size of deleted entries and temporary files.
         leftovers: Deleted temporary files.
         errors: Entries and files that could not be read or deleted, with reasons.
-        dry_run: Whether nothing was actually deleted.
+        dry_run: Whether entries and files were only reported, not deleted.
         other: Number of entries that were ignored because they are in other namespaces.
     """
 
@@ -131,10 +131,10 @@ def verify(
     Args:
         progress: Called after each entry with the number of entries checked so far.
         delete_damaged: Whether to delete damaged entries, so that a later ingestion encodes them
-            again. Entries that were replaced in the meantime are kept.
+            again. Entries that were used or replaced in the meantime are kept.
         sample: Fraction of the entries to read, more than 0 and at most 1. Keys are divided into
             ``ceil(1 / sample)`` parts, and one of them is read.
-        seed: Number of the part to read. Runs with consecutive seeds cover all entries.
+        seed: Number of the part to read. Runs with consecutive seeds, one per part, read them all.
         on_damage: Called with the key and the reason of each damaged or unreadable entry. The
             report names only the first ``MOST_NAMES``.
 
@@ -148,7 +148,7 @@ def verify(
     report = VerifyReport()
 
     def sampled() -> Iterator[StoredEntry]:
-        for entry in store.entries():  # Keys are digests, so parts have equal sizes.
+        for entry in store.entries():  # Parts have similar sizes, as keys are digests.
             if int(entry.key[-15:], 16) * parts >> 60 == seed % parts:
                 yield entry
             else:
@@ -203,25 +203,25 @@ def gc(
     dry_run: bool = False,
     force: bool = False,
 ) -> GcReport:
-    """Delete unreferenced entries (mark and sweep). Safe to run alongside an ingestion.
+    """Delete unreferenced entries (mark and sweep).
 
-    An entry is deleted if none of its handles is in ``live_handles``, and its last *use* was more
-    than ``grace_s`` seconds ago. Writes, reads (recorded at most once a minute) and cache hits
+    An entry is deleted if none of its handles is in ``live_handles``, and its last *use* was at
+    least ``grace_s`` seconds ago. Writes, reads (recorded at most once a minute) and cache hits
     during ingestion count as uses. An entry that is used while ``gc`` runs is kept. If a deleted
     entry is needed later, its block is encoded again.
 
     Entries without a handle, which were encoded by a server or are shared by many texts, are
-    deleted only by ``ttl_s``. Object stores record only writes, so ``gc`` may delete an old entry
-    that a running ingestion reuses, if it adds the passage after ``live_handles`` was collected.
+    deleted only by ``ttl_s``. Safe to run alongside an ingestion, except in object stores: they
+    record only writes, so an old entry may be deleted that the ingestion reuses for a new passage.
 
     Args:
-        live_handles: Handles (``BlockKV.handle``) of all referenced blocks. None: all blocks count
+        live_handles: Handles (``Block.handle``) of all referenced blocks. None: all blocks count
             as referenced, so only ``ttl_s`` deletes entries.
         progress: Called after each entry with the number of entries processed so far.
         grace_s: Grace period in seconds. Must exceed the age of ``live_handles``, and the time from
             storing a block to adding its passage in an ingestion. 0 also deletes the temporary
             files of running writers, whose ``put`` then raises StoreError.
-        ttl_s: Seconds after which unused entries are deleted, even if they are referenced.
+        ttl_s: Seconds after which unused entries are deleted, even if referenced. Default: never.
         namespaces: Namespaces to process, including their private blocks. Default: all namespaces.
         dry_run: Whether to report without deleting.
         force: Whether to allow an empty ``live_handles``, which may delete every entry that has a
@@ -229,12 +229,12 @@ def gc(
 
     Raises:
         StoreError: The store cannot be listed.
-        ValueError: ``ttl_s`` is less than ``grace_s``, or ``live_handles`` is empty.
+        ValueError: ``ttl_s`` is below ``grace_s``, or ``live_handles`` is empty without ``force``.
     """
     if live_handles is not None and not live_handles and not force:
         raise ValueError(
-            "live_handles is empty, so every entry would be deleted: collect the handles from all "
-            "vector stores that use this store, or pass force=True"
+            "live_handles is empty, so every entry with a handle could be deleted: collect the "
+            "handles from all vector stores that use this store, or pass force=True"
         )
     if ttl_s is not None and ttl_s < grace_s:
         raise ValueError(
@@ -289,7 +289,7 @@ def gc(
 def _outcome(
     info: EntryInfo, live_handles: Collection[str] | None, grace_s: float, ttl_s: float | None
 ) -> tuple[str, str]:
-    # Entries encoded by a server have no handles.
+    # Entries without handles, such as those encoded by a server, are deleted only by `ttl_s`.
     is_live = (
         live_handles is None
         or not info.handles

@@ -38,11 +38,11 @@ class MemoryStore(KVStore):
     """In-memory store that evicts the least recently used blocks.
 
     A block larger than ``max_bytes`` is not stored, but counted in ``stats().refused``; the first
-    one is also logged. Without ``on_host``, blocks are not copied: a view keeps the complete
-    underlying tensor in memory, which does not count toward ``max_bytes``.
+    one is also logged. Without ``on_host``, blocks are not copied. A block whose tensors are views
+    then keeps the complete underlying tensors in memory, but only the views count toward the limit.
 
     Args:
-        max_bytes: Size limit of all keys and values (``BlockKV.nbytes``).
+        max_bytes: Size limit of all keys, values and scales in bytes (``BlockKV.nbytes``).
         on_host: Whether to keep copies in host memory, page-locked if CUDA is available, for fast
             transfers to a device. Use it for a memory tier in front of a slower store.
     """

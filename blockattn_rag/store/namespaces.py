@@ -8,11 +8,11 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-_PRIVATE = "/private"  # Namespaces cannot contain a slash.
+_PRIVATE = "/private"  # Not a valid name, because names cannot contain a slash.
 
 
 def check_namespace(name: object) -> str:
-    """Return a valid name, or raise ValueError. The empty string is the default namespace."""
+    """Return ``name``, or raise ValueError if it is invalid. Empty: the default namespace."""
     if isinstance(name, str) and (name == "" or _NAME.fullmatch(name)):
         return name
     raise ValueError(
@@ -31,9 +31,9 @@ class Access:
     """Namespaces that an engine reads from and writes to.
 
     Args:
-        namespace: Namespace to store blocks in, and to read first.
+        namespace: Namespace to store blocks in, and to read first. Empty: the default namespace.
         read_namespaces: Shared namespaces to read next, in order. They are never written to.
-        read_only: Whether to store no blocks.
+        read_only: Whether the engine only reads, and stores no new blocks.
     """
 
     namespace: str = ""

@@ -33,9 +33,8 @@ _PAGE = 1000
 _BACKOFF_S = (0.1, 2.0)
 _S3_SERVERS = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT")
 
-
 Choose = Callable[[memoryview, int], Sequence[tuple[int, int]]]
-"""Function that selects byte ranges of an object from its first bytes and its size."""
+"""Function that selects byte ranges of an object to read, given its first bytes and its size."""
 
 _Read = tuple[Tensor, list[Future[None]]]
 """Read in progress: the buffer, and the pending reads of the remaining parts."""
@@ -66,7 +65,7 @@ class ObjectClient:
         """Read byte ranges of objects, and concatenate the ranges of each object.
 
         The first read of an object has ``first_bytes`` bytes. Ranges within these bytes need no
-        further read. If a ``Choose`` function raises a StoreError, that error is returned.
+        further read. Results are as in ``read_many``, including StoreErrors from ``Choose``.
         """
         until = deadline(self.deadline_s)
         start = self._readers.start
@@ -166,7 +165,7 @@ class ObjectClient:
     def _range(
         self, path: str, start: int, stop: int, e_tag: str | None = None
     ) -> tuple[Bytes, ObjectMeta] | None:
-        """Read a byte range of an object's version ``e_tag``. Default: the latest version."""
+        """Read a byte range of version ``e_tag`` of an object. Default: the latest version."""
         options: GetOptions = {"range": (start, stop)}
         if e_tag is not None:
             options["if_match"] = e_tag

@@ -41,7 +41,7 @@ _OBJECTS = "objects"
 _SUFFIX = ".safetensors"
 _NAME = re.compile(rf"{_OBJECTS}/([0-9a-f]{{2}})/([0-9a-f]{{64}}){re.escape(_SUFFIX)}")
 
-# Large enough for the headers of most models. A longer header requires a second read.
+# Large enough for the entry headers of most models. A longer header requires a second read.
 _HEADER_BYTES = 16 << 10
 
 
@@ -59,11 +59,11 @@ class ObjectStore(MaintainedStore):
             write, it applies to each request.
         retries: Maximum number of retries of a failed request.
         parallel: Maximum number of concurrent reads.
-        backend: obstore store to use instead of opening one, if you need custom options.
+        backend: obstore store to use instead of opening ``url``. ``retries`` is then ignored.
 
     Raises:
         ImportError: obstore is not installed.
-        ValueError: ``url`` cannot be used, or contains credentials.
+        ValueError: ``url`` is invalid or contains credentials, or a number is out of range.
     """
 
     records_use = False
@@ -145,8 +145,8 @@ class ObjectStore(MaintainedStore):
     def discard(self, key: str, used_ns: int) -> bool | None:
         """Delete an entry unless it was replaced since ``used_ns``.
 
-        Times are compared to the second, the precision that all object stores support. An entry
-        that is replaced between the comparison and the deletion is lost.
+        Times are compared with a precision of one second, which all object stores support. An
+        entry that is replaced between the comparison and the deletion is lost.
         """
         head = self._client.head(entry_path(key))
         if head is None:
@@ -159,7 +159,6 @@ class ObjectStore(MaintainedStore):
         return (entry.key for entry in self.entries())
 
     def entries(self) -> Iterator[StoredEntry]:
-        """Iterate over all entries. ``used_ns`` is the time of the last write."""
         for meta in self._client.list(_OBJECTS):
             name = _NAME.fullmatch(meta["path"])
             if name is not None and name[2].startswith(name[1]):

@@ -31,13 +31,13 @@ def open_store(spec: KVStore | str | Path | None) -> KVStore:
               ``ObjectStore`` (extra ``s3``)
             - ``redis://host:port/database``, or ``rediss://``: a ``RedisStore`` (extra ``redis``),
               a cache to use in a ``TieredStore``
-            - ``memory:`` or ``memory:2GiB``: a new ``MemoryStore``
+            - ``memory:`` or ``memory:2GiB``: a new ``MemoryStore``, by default with 1 GiB
 
     Raises:
         ImportError: The store needs an extra that is not installed.
         StoreError: The path cannot be used as a store.
         TypeError: ``spec`` has another type.
-        ValueError: The address has an unknown scheme, or contains credentials.
+        ValueError: The address is invalid, has an unknown scheme, or contains credentials.
     """
     if isinstance(spec, KVStore):
         return spec

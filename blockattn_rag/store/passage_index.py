@@ -1,8 +1,8 @@
 """Index of stored passages, used to recognize them in prompts without markers.
 
 Each namespace has its own index, so that recognition reveals nothing about other tenants. The index
-consists of immutable files in ``store.sidecar``. Each ingestion adds one file, whose name is the
-digest of its content. A deleted passage that the index still lists is encoded again.
+consists of immutable files in ``store.sidecar``, named by a digest of their content; each ``add``
+writes at most one. A deleted passage that is still in the index is encoded again when recognized.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class PassageIndex:
     """Index of stored passages. Thread-safe.
 
     Args:
-        refresh_s: Seconds until passages added by other processes are recognized.
+        refresh_s: Minimum seconds between two searches for index files of other processes.
         in_background: Whether ``split`` waits at most 0.2 s for new files. Until they are read,
-            only passages from earlier files are recognized.
+            only passages from earlier files are recognized. If False, it waits without a limit.
 
     Example::
 
@@ -75,8 +75,8 @@ class PassageIndex:
     ) -> tuple[Span, ...]:
         """Split known passages out of a prompt; see ``PassageMatcher.split``.
 
-        May read new index files, so call it in a thread if the store is remote. If they cannot be
-        read, the error is logged, and the entries in memory are used.
+        May read new index files, so async code should call it in a thread. If they cannot be read,
+        the error is logged, and the entries in memory are used.
         """
         first, *others = map(self._matcher, access.namespaces(private=False))
         return first.split(spans, *others, in_system=in_system)
@@ -86,7 +86,8 @@ class PassageIndex:
         return self._index(namespace).add(entries)
 
     def _matcher(self, namespace: str) -> PassageMatcher:
-        """Return a namespace's matcher. After its first read, only one prompt waits for files."""
+        """Return a namespace's matcher. After the first read, only the caller that starts a new one
+        waits for it."""
         index = self._index(namespace)
         with self._lock:
             starts = index.is_due and (index.read is None or index.read.done())
@@ -98,7 +99,7 @@ class PassageIndex:
         return index.matcher
 
     def _index(self, namespace: str) -> _NamespaceIndex:
-        """Return a namespace's index, and evict the least recently used indexes from memory."""
+        """Return a namespace's index. Evicts the least recently used ones if there are too many."""
         with self._lock:
             index = self._loaded.pop(namespace, None)
             index = index or _NamespaceIndex(self.sidecar, namespace, self._refresh_s)
@@ -113,8 +114,8 @@ class PassageIndex:
 
 
 class _NamespaceIndex:
-    """Index of one namespace: the files read so far, and a matcher for their entries. The matcher
-    is replaced, never modified, so it can be used without a lock."""
+    """Index of one namespace: names of the files read so far, and a matcher for their entries. The
+    matcher is replaced, never modified, so it can be used without a lock."""
 
     def __init__(self, sidecar: Sidecar, namespace: str, refresh_s: float = 0) -> None:
         self._sidecar = sidecar
@@ -148,7 +149,7 @@ class _NamespaceIndex:
             logger.exception("Unexpected error while reading the passage index: %s", error)
 
     def add(self, entries: Entries) -> int:
-        """Write new entries to a file. Returns their number."""
+        """Write entries that are not indexed yet to a new file. Returns their number."""
         self.refresh()
         with self._lock:
             fresh = joined([entries])
@@ -159,8 +160,8 @@ class _NamespaceIndex:
             return len(fresh)
 
     def merge(self, stored: set[bytes] | None, added: Entries) -> tuple[int, int]:
-        """Merge the files and ``added`` into one, keeping only handles in ``stored`` (None: all).
-        Returns how many entries are kept and dropped."""
+        """Merge the files and ``added`` into one file, dropping entries whose handles are not in
+        ``stored`` (None: drop none). Returns the numbers of kept and dropped entries."""
         with self._lock:
             entries = joined([self.matcher.entries, added])
             kept = entries
@@ -216,11 +217,12 @@ def merge_index(
 ) -> IndexReport:
     """Merge the index files of each namespace, and drop passages that are not stored.
 
-    Safe to run alongside writers. Entries that were encoded by a server have no handle, so in a
-    namespace with such entries, no passage is dropped.
+    Safe to run alongside writers. In a namespace with store entries without a handle (see ``gc``),
+    no passage is dropped, because these entries may belong to any passage.
 
     Args:
         added: Index entries to add, by namespace.
+        progress: Called with the number of store entries processed so far.
     """
     sidecar = PassageIndex(store).sidecar
     names = {bytes.fromhex(path.partition("/")[0][1:]).decode() for path in sidecar.names(_FOLDER)}

@@ -35,25 +35,25 @@ _MOST_RETRIES = 1
 
 
 class RedisStore(KVStore):
-    """Cache in a Redis or Valkey server. Do not use it as the only home of an entry.
+    """Cache in a Redis or Valkey server, for use in front of a permanent store (``TieredStore``).
 
-    Evicted entries are read from the next tier (``TieredStore``) or encoded again. Set
+    Evicted entries are read from the next tier, or encoded again if there is none. Set
     ``maxmemory`` and ``maxmemory-policy allkeys-lfu`` on the server.
 
     Args:
         url: ``redis://host:port/database``, or ``rediss://`` for TLS. User and password come from
             the environment: ``REDIS_USERNAME`` and ``REDIS_PASSWORD``.
         prefix: Prefix of the Redis keys.
-        ttl_s: Seconds until an unused entry is evicted. None leaves eviction to the server.
+        ttl_s: Seconds until an unused entry expires. None: entries do not expire. Default: 7 days.
         max_entry_bytes: Size limit of an entry, at most 512 MiB. Larger entries are not stored,
-            because large values block the server for other clients.
+            because large values block the server for other clients. Default: 64 MiB.
         deadline_s: Timeout of a call in seconds; ``get_many`` is one call. A write that times out
             is retried once, so it may take twice as long.
-        parallel: Maximum number of concurrent calls.
+        parallel: Maximum number of concurrent calls, not counting writes.
 
     Raises:
         ImportError: redis is not installed.
-        ValueError: ``url`` cannot be used, or contains credentials.
+        ValueError: ``url`` is invalid or contains credentials, or a number is out of range.
     """
 
     def __init__(
@@ -109,8 +109,6 @@ class RedisStore(KVStore):
         return bool(self._asked("update an entry", lambda: self._server.pexpire(name, ttl_ms)))
 
     def put(self, key: str, kv: BlockKV) -> None:
-        """Store an entry. An entry larger than ``max_entry_bytes`` is not stored, but counted in
-        ``stats().refused``; the first one is also logged."""
         name = self._name(kv.key)
         content = encoded(key, kv, f"{self.url} {name}")
         with self._explained("write an entry"):
@@ -148,7 +146,7 @@ class RedisStore(KVStore):
         return f"{self._prefix}{check_key(key)}"
 
     def _values(self, names: Sequence[str]) -> list[bytes | ResponseError | None]:
-        """Read values in one round trip, and reset their TTLs."""
+        """Read values in one round trip, and restart their times to live."""
         with self._server.pipeline(transaction=False) as calls:
             for name in names:
                 if self._ttl_ms is None:

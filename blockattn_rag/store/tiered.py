@@ -75,7 +75,6 @@ class _Tier:
         return self._guarded(lambda: outcome(self._readers.start(question), until, doing), entries)
 
     def count(self, **more: int) -> None:
-        """Increase counters, named as in ``TierStats``."""
         with self._lock:
             sums = {name: getattr(self._stats, name) + number for name, number in more.items()}
             self._stats = replace(self._stats, **sums)
@@ -121,19 +120,19 @@ class TieredStore(KVStore):
     """Store with several tiers, from the fastest to the *home*, which has all entries.
 
     A read queries the tiers in order, with one call per tier for all entries that are still
-    missing, and copies hits to the faster tiers. A write goes to all tiers; slow tiers before the
-    home are written in the background. After ``failures`` consecutive failures, a warning is
-    logged, and the tier is skipped and retried every ``pause_s`` seconds.
+    missing, and copies hits to the faster tiers. A write goes to all tiers: immediately to memory
+    and the home, in the background to others. After ``failures`` consecutive failures, a tier is
+    skipped and retried every ``pause_s`` seconds, and a warning is logged.
 
     Args:
         tiers: Stores, or paths and addresses as in ``open_store``. ``"memory:4GiB"`` keeps copies
             in host memory, page-locked if CUDA is available.
-        queue_bytes: Size limit of the queue of blocks to copy to faster tiers. When it is full,
-            further blocks are not copied.
-        deadline_s: Timeout of a read from a tier, in seconds.
+        queue_bytes: Size limit in bytes of the queue of blocks to copy to faster tiers. When it is
+            full, further blocks are not copied. Default: 1 GiB.
+        deadline_s: Timeout of a call to a tier, in seconds, except for writes.
 
     Raises:
-        ValueError: ``tiers`` is empty, or an argument is out of range.
+        TypeError, ValueError: There is no tier, or a tier or another argument is invalid.
     """
 
     def __init__(
@@ -162,13 +161,13 @@ class TieredStore(KVStore):
         return self._home.store.sidecar
 
     def get_many(self, keys: Sequence[str]) -> list[ReadResult]:
-        """Read several entries. The result is None if no responding tier has the entry, and an
-        error if the entry is damaged in the home and absent from all other tiers."""
+        """Read several entries. A result is None if no responding tier has the entry, and an error
+        if the home's entry is damaged and no other tier has it, or if a shared read times out."""
         most_s = self._deadline_s * (len(self._tiers) + 1)
         return self._flights.read(keys, self._read, most_s)
 
     def touch(self, key: str) -> bool:
-        """Mark an entry as used now in every tier. Returns whether the home has it."""
+        """Mark an entry as used now in all tiers. Returns whether it appears intact in the home."""
         list(self._ask_copies(lambda store: store.touch(key)))
         return self._home.ask(lambda: self._home.store.touch(key))
 
@@ -188,7 +187,7 @@ class TieredStore(KVStore):
         Raises:
             ValueError: See ``KVStore.put``.
             StoreError: The block contains NaN or infinity, or the home cannot store it. In the
-                latter case, the faster tiers still have the block.
+                latter case, faster tiers may have stored the block.
         """
         check_entry(key, kv)
         check_finite(kv, f"to {self!r}")  # Checked here, so that no tier counts a failure.
@@ -218,7 +217,7 @@ class TieredStore(KVStore):
         return tuple(tier.stats() for tier in self._tiers)
 
     def flush(self, wait_s: float | None = None) -> bool:
-        """Wait for pending copies, at most ``wait_s`` seconds. Returns whether all are written."""
+        """Wait at most ``wait_s`` seconds until no copies are pending. Returns whether none are."""
         return self._queue.flush(wait_s)
 
     def close(self) -> None:
