@@ -46,8 +46,10 @@ def names_in(folder: Path) -> list[str]:
 
 
 def make_folder(path: Path, *, parents: bool = False) -> None:
-    """Create a folder that only its owner can access. Missing parents get the default mode."""
-    path.mkdir(_FOLDER_MODE, parents=parents, exist_ok=True)
+    """Create a folder that only its owner can access, with ``parents`` also missing parents."""
+    if parents and not path.parent.exists():
+        make_folder(path.parent, parents=True)
+    path.mkdir(_FOLDER_MODE, exist_ok=True)
 
 
 @contextlib.contextmanager

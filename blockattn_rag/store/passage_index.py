@@ -25,7 +25,7 @@ from safetensors.numpy import load, save
 from blockattn_rag.errors import StoreError
 from blockattn_rag.prompts.blocks import Span
 from blockattn_rag.prompts.recognition import ENTRY, Entries, PassageMatcher, checked, joined
-from blockattn_rag.store.base import EntryInfo, KVStore, MaintainedStore, Sidecar
+from blockattn_rag.store.base import EntryInfo, KVStore, MaintainedStore, Sidecar, is_damage
 from blockattn_rag.store.concurrency import Readers
 from blockattn_rag.store.maintenance import describe_all
 from blockattn_rag.store.namespaces import Access
@@ -218,7 +218,8 @@ def merge_index(
     """Merge the index files of each namespace, and drop passages that are not stored.
 
     Safe to run alongside writers. In a namespace with store entries without a handle (see ``gc``),
-    no passage is dropped, because these entries may belong to any passage.
+    no passage is dropped, because these entries may belong to any passage. The same applies to all
+    namespaces if the store fails to describe an entry.
 
     Args:
         added: Index entries to add, by namespace.
@@ -233,6 +234,8 @@ def merge_index(
     stored: dict[str, set[bytes]] = {name: set() for name in indexes}
     unknown: set[str] = set()
     for done, (_, info) in enumerate(describe_all(store), start=1):
+        if isinstance(info, StoreError) and not is_damage(info):
+            unknown.update(indexes)
         if not isinstance(info, EntryInfo):
             continue
         if (namespace := info.header.namespace) in indexes:

@@ -206,6 +206,17 @@ def test_merge_index_adds_passages_that_are_stored(tmp_path: Path) -> None:
     assert found(PassageIndex(store), *TEXTS) == TEXTS[:1]
 
 
+def test_merge_index_keeps_passages_if_the_store_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = DirectoryStore(tmp_path)
+    stored(store, TEXTS[0])
+    with monkeypatch.context() as failing:
+        failing.setattr(DirectoryStore, "describe", Mock(side_effect=StoreError("unreachable")))
+        assert merge_index(store) == IndexReport(passages=1, dropped=0)
+    assert found(PassageIndex(store), *TEXTS) == TEXTS[:1]
+
+
 def test_merge_index_keeps_passages_of_entries_without_a_handle(tmp_path: Path) -> None:
     store = DirectoryStore(tmp_path)
     stored(store, TEXTS[0], is_known=False)

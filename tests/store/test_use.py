@@ -151,15 +151,16 @@ def test_modes_ignore_umask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uma
     monkeypatch.setattr(os, "replace", look)
     before = os.umask(umask)
     try:
-        store = DirectoryStore(tmp_path / "kv")
+        store = DirectoryStore(tmp_path / "new" / "kv")
         store.put(KEY, KV)
+        store.sidecar.write("index/namespace/file", b"")
     finally:
         os.umask(before)
     assert modes == {0o600}  # temporary files
-    for path in [store.path, *store.path.rglob("*")]:
+    for path in [store.path.parent, *store.path.parent.rglob("*")]:
         expected = 0o700 if path.is_dir() else 0o600
         assert stat.S_IMODE(path.stat().st_mode) == expected, path
-    assert {path.name for path in store.path.iterdir()} == {"format.json", "objects"}
+    assert {path.name for path in store.path.iterdir()} == {"format.json", "objects", "sidecar"}
 
 
 def test_existing_files_keep_their_mode(store: DirectoryStore) -> None:
