@@ -152,7 +152,7 @@ def write_recipe(folder: Path, fields: Mapping[str, Any], parts: Mapping[str, by
 
 
 def check_replaceable(folder: Path) -> None:
-    """Raise ``ValueError`` unless the folder is missing, empty, or contains only a recipe."""
+    """Raise ``ValueError`` unless the folder is missing or empty, or contains only a recipe."""
     path = folder / RECIPE_FILE
     if RECIPE_FILE in _own_names(folder) and not _is_recipe(path):
         raise ValueError(

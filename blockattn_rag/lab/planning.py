@@ -75,7 +75,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Bytes of a model's weights and of a stored block, including scales of quantized values."""
+    """Size in bytes of a model's weights, and of a stored block with the scales of its int8 KV."""
 
     weight_bytes: int
     bytes_per_token: int

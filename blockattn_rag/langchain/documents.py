@@ -99,11 +99,11 @@ DocumentPromptField = Annotated[BlockDocumentPrompt, BeforeValidator(as_block_pr
 def format_blocks(
     documents: Sequence[Document], document_prompt: BasePromptTemplate[str] | None = None
 ) -> str:
-    """Format documents as one string of marked passages: ``retriever | format_blocks``.
+    """Format documents as one string of marked passages, as in ``retriever | format_blocks``.
 
     Args:
         documents: Documents in prompt order. Empty documents are omitted.
-        document_prompt: Prompt that formats one document. Default: its ``page_content``.
+        document_prompt: Prompt that formats a document. Default: the document's ``page_content``.
     """
     prompt = as_block_prompt(document_prompt)
     texts = (format_document(document, prompt) for document in documents)

@@ -58,7 +58,7 @@ def _view_class(cls: type[BaseNode]) -> type[BlockNode]:
 
 
 def as_block_node(node: BaseNode, label: str = "") -> BlockNode:
-    """Copy ``node``. The copy's LLM view is ``label``, followed by the text between markers."""
+    """Copy ``node`` as a ``BlockNode``, whose LLM view is ``label`` and then the marked text."""
     view = _without_handle_in_views(node)
     # Changing the class preserves all fields and private state.
     object.__setattr__(view, "__class__", _view_class(type(view)))

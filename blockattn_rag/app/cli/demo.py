@@ -1,8 +1,8 @@
 """``blockattn-rag demo``: answer questions about a small collection in both modes, offline.
 
-The collection consists of the 40 articles in ``app.demo.facts``. The bundled model, the default if
-SmolLM2 is not installed, cannot answer questions about them: its collection is the encyclopedia in
-``app.demo.corpus``.
+The collection consists of the 40 articles in ``app.demo.facts``. If SmolLM2 is not installed, the
+demo runs the bundled model, which cannot answer questions about these articles, over the
+encyclopedia in ``app.demo.corpus``.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ def plan(
     dtype: Annotated[
         str | None,
         typer.Option(
-            help="Dtype of keys and values. Default: float32 on a CPU, the model's on a GPU."
+            help="Dtype of the model. Default: float32 on a CPU, the checkpoint's on a GPU."
         ),
     ] = None,
     kv_dtype: KVDtypeOption = "model",
