@@ -298,8 +298,8 @@ class BlockModel(ContextModel):
             )
 
     def batches_exactly(self, sampling: Sampling) -> bool:
-        """Whether batching prompts of different lengths leaves their answers unchanged: not in models
-        with sliding windows or states, which would include the padding before a final block."""
+        """Whether batching prompts of different lengths leaves their answers unchanged. This is not
+        so with sliding windows and states, which would include the padding."""
         is_alone = self.profile.has_windows or self.profile.has_states
         return not is_alone and decoding.batches_exactly(self.hf_model, sampling)
 

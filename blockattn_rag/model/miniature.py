@@ -162,9 +162,7 @@ def _head_counts(config: Any, small: Mapping[str, Any]) -> dict[int, int]:
 @torch.inference_mode()
 def _refuse_other_windows(model: PreTrainedModel, profile: AttentionProfile) -> None:
     """Reject a model whose sliding windows differ between forward passes with and without a cache.
-
-    Only the windows of miniatures are short enough for this test.
-    """
+    Only the windows of miniatures are short enough for this test."""
     window = max((kind.window for kind in profile.kinds if kind.window), default=0)
     if not 0 < window <= 4 * _WINDOW:
         return

@@ -59,10 +59,8 @@ def sink_ids(sink: str, tokenizer: BlockTokenizer) -> list[int]:
 
 
 def _whole_head_ids(tokenizer: BlockTokenizer) -> list[int]:
-    """Token ids of the complete head, up to the first passage, independent of today's date.
-
-    A head with a new date would turn all stored blocks into misses.
-    """
+    """Token ids of the complete head, up to the first passage, independent of today's date. A head
+    with a new date would turn all stored blocks into misses."""
     template = str(tokenizer.tokenizer.chat_template)
     writes_today = "strftime_now" in template and "date_string" not in template
     if not has_chat_template(tokenizer.tokenizer) or writes_today:

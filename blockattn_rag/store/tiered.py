@@ -35,10 +35,8 @@ _READERS = 8
 
 
 class _Tier:
-    """Store with a deadline per call and a circuit breaker, which skips calls while it is open.
-
-    The deadline does not apply to writes or to in-memory stores.
-    """
+    """Store with a deadline per call and a circuit breaker, which skips calls while it is open. The
+    deadline does not apply to writes or to in-memory stores."""
 
     def __init__(self, store: KVStore, deadline_s: float, breaker: CircuitBreaker) -> None:
         self.store = store

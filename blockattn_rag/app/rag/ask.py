@@ -263,10 +263,8 @@ class Assistant:
         return QueryBundle(query, custom_embedding_strs=retrieve_for)
 
     def _store_head(self, llm: adapter.BlockAttentionLLM) -> None:
-        """Store the instructions before the passages again if ``store gc`` has deleted them.
-
-        If the store fails, the question is still answered, but storing is not retried.
-        """
+        """Store the instructions before the passages again if ``store gc`` has deleted them. If the
+        store fails, the question is still answered, but storing is not retried."""
         self._head_was_stored = True
         try:
             adapter.encode_prompt_head(llm)

@@ -220,10 +220,8 @@ class RequestReader:
         return blocks
 
     def _prepare_grammar(self, request: Any) -> None:
-        """Check a request's grammar, and rewrite ``choice`` for the guidance backend.
-
-        vLLM's own grammar for ``choice`` fails with 2,000 or more choices.
-        """
+        """Check a request's grammar, and rewrite ``choice`` for the guidance backend. vLLM's own
+        grammar for ``choice`` fails with 2,000 or more choices."""
         response_format, grammar = request.response_format, request.structured_outputs
         values = [] if response_format is None else [response_format.model_dump_json()]
         if grammar is not None:
