@@ -197,7 +197,7 @@ def test_a_refused_request_encodes_nothing(
     for changed, message in (
         (
             {"prompt": fresh.marked + " a" * 2048},
-            "expected at most 2047: the server's max_model_len is 2048",
+            "expected at most 2047 (max_model_len minus one token)",
         ),
         ({"model": "another"}, "Unknown model 'another': expected one of bundled"),
     ):

@@ -105,8 +105,8 @@ class BlockReuseEvent(BaseEvent):
 
 
 class Responses:
-    """Converter of an answer's steps to responses. The last step dispatches ``BlockReuseEvent``.
-    ``streamed``: Whether responses have a ``delta``."""
+    """Converts an answer's steps to responses, and dispatches ``BlockReuseEvent`` after the last.
+    ``streamed``: Whether to set the ``delta`` of responses."""
 
     def __init__(self, *, streamed: bool = False) -> None:
         self._streamed = streamed

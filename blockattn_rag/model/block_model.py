@@ -46,7 +46,7 @@ class BlockModel(ContextModel):
         name: Model name shown in messages. Default: the name that the model was loaded with.
         pack_weights: Whether a model on the CPU keeps a packed copy of its linear weights if memory
             allows, which speeds up short inputs; see ``packing.pack_linears``.
-        files: Files with exactly the model's weights. They replace its tensors in the fingerprint.
+        files: Files with exactly the model's weights. The fingerprint hashes them, not the tensors.
 
     Raises:
         UnsupportedModelError: Block mode would not be exact for the model.

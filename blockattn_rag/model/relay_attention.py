@@ -89,7 +89,7 @@ class CausalAttention:
 def _running_attention() -> CacheAttention | None:
     cache = running_cache()
     own = None if cache is None else cache.attention
-    # With gradients, the model's own attention reads the same cache.
+    # `CausalAttention` has no gradients. The model's original attention reads the same cache.
     return None if isinstance(own, CausalAttention) and torch.is_grad_enabled() else own
 
 

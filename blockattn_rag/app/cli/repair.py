@@ -45,8 +45,8 @@ def repair(
         Path | None,
         typer.Option(
             help='Real questions, .jsonl or .jsonl.gz, one per line: {"question": "..."}. Optional '
-            'fields: "answers", a list, to count right answers; "passages", in the format of '
-            "`eval`. Default: the model generates questions about the passages."
+            'fields: "answers", a list of accepted answers; "passages", in the format of `eval`. '
+            "Default: the model generates questions about the passages."
         ),
     ] = None,
     output: Annotated[

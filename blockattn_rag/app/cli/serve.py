@@ -58,7 +58,7 @@ def serve(
     ] = None,
     db: Annotated[
         Path | None,
-        typer.Option(help="Serve this database's model, store, recipe, dtypes and namespace."),
+        typer.Option(help="Database whose model, store, recipe, dtypes and namespace are used."),
     ] = None,
     recipe: RecipeOption = None,
     dtype: DtypeOption = "auto",

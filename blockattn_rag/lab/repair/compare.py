@@ -108,7 +108,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Comparer:
-    """Comparison of recipes with full mode, at each token of the teacher's answers."""
+    """Compares recipes with full mode, by predicted tokens and correct answers, and chooses one."""
 
     engine: BlockAttentionEngine
     teacher: Teacher

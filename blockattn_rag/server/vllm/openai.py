@@ -261,7 +261,7 @@ class RequestReader:
         if num_prompt_tokens >= self.max_tokens:
             raise ProtocolError(
                 f"The prompt has {num_prompt_tokens} tokens, expected at most "
-                f"{self.max_tokens - 1}: the server's max_model_len is {self.max_tokens}"
+                f"{self.max_tokens - 1} (max_model_len minus one token): send fewer passages"
             )
         model = request.model
         if model in self.models.lora_requests:

@@ -166,7 +166,7 @@ class Service:
         return await self._answer(_Call(body, make_prompt, create, request, raw_request, tools))
 
     async def complete(self, body: CompletionBody, request: Any, raw_request: Any) -> Answer:
-        """Answer a completion. Like ``chat``, but the client has formatted the prompt."""
+        """Answer a completion request. Like ``chat``, but the client has formatted the prompt."""
         make_prompt = partial(Prompts.completion, body)
         create = self._completions.create_completion
         return await self._answer(_Call(body, make_prompt, create, request, raw_request))

@@ -66,8 +66,8 @@ class _Loading:
 class WorkerSide:
     """Executes the scheduler's orders on one rank: loads, recomputation and saves.
 
-    Only the worker's main thread accesses pages, between its steps. Other threads read and write
-    stores.
+    Only the worker's main thread accesses pages, before and after a forward pass. Other threads
+    read and write stores.
 
     Args:
         layers: Attention layers of this rank with their KV cache groups, by name.
