@@ -167,7 +167,7 @@ class RecipeOracle:
         self._sink_ids = ids_of_sink(recipe.sink, model.tokenizer)
         self._arguments = recipe_arguments(model, recipe)
         ids = model.tokenizer.prompt_ids(prompt)
-        # Promote passages without `with_final_ids`, so that errors in it are detected.
+        # Do not use `with_final_ids` to promote passages: the oracle must detect its errors.
         is_passage = [block.is_passage for block in prompt.context]
         stay, promoted = len(ids.context), min(recipe.promote, sum(is_passage))
         while sum(is_passage[stay:]) < promoted:
@@ -216,8 +216,8 @@ def adapting(
     layouts: Sequence[RotaryLayout],
     layers: Sequence[int],
 ) -> Iterator[None]:
-    """Replace the model's attention within the ``with`` block if there is an adapter, or if it is
-    neither eager nor sdpa. Other implementations may not support dense masks."""
+    """Context manager that replaces the model's attention if there is an adapter, or if its
+    implementation is neither eager nor sdpa, and may not support dense masks."""
     before = hf_model.config._attn_implementation
     if adapter is None and before.endswith(("eager", "sdpa")):
         yield

@@ -130,9 +130,9 @@ class Repetition:
     """Detects repeated units at the end of a text.
 
     Args:
-        least_tokens: Minimum total number of tokens in the copies of prose or words.
-        copies: Minimum number of copies of prose.
-        word_copies: Minimum number of copies of words without a sentence.
+        least_tokens: Minimum total number of tokens in all copies.
+        copies: Minimum number of copies of a unit that contains a sentence.
+        word_copies: Minimum number of copies of a unit that consists of words.
     """
 
     def __init__(self, decode: Decode, least_tokens: int, copies: int, word_copies: int) -> None:

@@ -329,7 +329,8 @@ class _Reader:
         return name, call_id, self._visible(mark.end)
 
     def _read_values(self, at: int, *, is_arguments: bool) -> tuple[list[Any], int]:
-        """Return the objects of a call, or of a list of calls, and their end index."""
+        """Parse the JSON of a call (or its arguments), or a list of calls, that starts at index
+        ``at``. Returns the objects and the index after them."""
         text = self._text
         if is_arguments or not text.startswith("[", at):
             value, end = decode_json(text, at)

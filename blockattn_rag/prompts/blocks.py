@@ -114,7 +114,7 @@ class Block:
     Args:
         text: Text without the template. Its digest is the handle.
         template: Text before and after ``text`` when the block is encoded.
-        spans: ``text`` by origin. Default: one passage.
+        spans: ``text``, split into spans of different origins. Default: one passage.
     """
 
     text: str
@@ -172,7 +172,7 @@ class BlockPrompt:
         context: Blocks before the final block.
         final: Text after the last context block: instructions, history, the question, and the
             start of the answer.
-        final_spans: ``final`` by origin. Default: one ``prompt`` span, in which control tokens are
+        final_spans: Spans of ``final``. Default: one ``prompt`` span, in which control tokens are
             parsed. Pass untrusted text as spans.
     """
 

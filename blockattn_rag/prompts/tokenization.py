@@ -106,7 +106,7 @@ class BlockTokenizer:
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 of the prefix and the tokenizer's state; without Rust, its vocabulary and class."""
+        """SHA-256 of the prefix and of the Rust tokenizer's state, or of vocabulary and class."""
         return hashlib.sha256(f"{self._encoder.digest}:{self.prefix_ids}".encode()).hexdigest()
 
     def _ids(self, spans: Iterable[Span]) -> list[int]:

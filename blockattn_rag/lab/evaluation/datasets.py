@@ -72,7 +72,7 @@ class EvaluationSample:
 
 
 def digest_of(parts: Any) -> str:
-    """Compute a digest of JSON values, 16 hex digits, that is identical in all processes."""
+    """Return a digest of JSON values (16 hex digits), which is identical in all processes."""
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
 

@@ -76,7 +76,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Order to copy, from pages, the keys and values that an encoding request computes in a step.
+    """Order to copy an encoding request's keys and values of one step from pages to the CPU.
 
     Copies are made after each step, because pages outside a sliding window are reused.
     """
