@@ -132,14 +132,18 @@ class RepairPlan:
     ) -> RepairPlan:
         """Create a plan for ``seconds``: a quarter for held-out questions, a fifth of the rest for
         the closed form, and the remainder for training, within the limits. If training does not
-        fit, the closed form gets the remainder, too. Raises ``DataError``."""
+        fit, the closed form gets the remainder, too. If there are too few held-out questions to
+        choose an adapter, none is fitted, and all are held out. Raises ``DataError``."""
         check_enough(questions, limits)
         budget_s, held_s = seconds, speeds.held_out(recipes)
         most = min(limits.held_out, math.floor(limits.held_out_share * questions))
         held_out = _within(seconds / 4, held_s, limits.fewest_held_out, most)
+        if has_few := held_out // 2 < limits.fewest_to_choose:
+            most = min(limits.held_out, questions)
+            held_out = _within(seconds, held_s, limits.fewest_held_out, most)
         held_out -= held_out % 2
         seconds -= held_out * held_s
-        left = questions - held_out
+        left = 0 if has_few else questions - held_out
         closed_form = _within(seconds / 5, speeds.closed_form, _FEWEST_CLOSED, limits.closed_form)
         closed_form = min(closed_form, limits.draws * left)
         seconds -= closed_form * speeds.closed_form

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -62,14 +63,17 @@ def figures(report: RepairReport) -> list[str]:
 
 def _shortfall(report: RepairReport) -> str:
     """Sentences about too few questions or an untrained adapter. Empty if neither applies."""
-    lacks = ""
-    if (found := report["chosen_on"]) < (fewest := LIMITS.fewest_to_choose):
-        lacks += f" {found} questions are too few to choose a faster recipe (minimum: {fewest})."
     losses = {candidate["name"]: candidate["loss"] for candidate in report["candidates"]}
-    adapter_helps = losses[f"{FREE_SINK} + closed form"] < losses[FREE_SINK]
-    if adapter_helps and not report["plan"]["samples"]:
-        lacks += " There was no time to train the adapter."
-    return lacks and f"{lacks} Increase --minutes and add --questions."
+    if (closed := losses.get(f"{FREE_SINK} + closed form")) is None:
+        least = math.ceil(2 * LIMITS.fewest_to_choose / LIMITS.held_out_share)
+        lacks = (
+            f"No adapter was fitted, which takes at least {least} questions, and time to compare"
+        )
+    elif closed < losses[FREE_SINK] and not report["plan"]["samples"]:
+        lacks = "There was no time to train the adapter"
+    else:
+        return ""
+    return f" {lacks}. Increase --minutes and add --questions."
 
 
 def _percent(share: float) -> str:

@@ -114,19 +114,21 @@ class Repair:
         choose_on, report_on = asked[:half], asked[half:]
         in_use = self.material.in_use
         curve: list[dict[str, float]] = []
-        fitted = {"closed form": self.closed_form(self._prompts(train[: plan.closed_form]))}
-        recipes = free_recipes(fitted, in_use)
+        fitted: dict[str, Correction] = {}
         comparer = Comparer(self.engine, self.teacher, self.limits, self.folder / "records.jsonl")
-        with self._stage("comparing the first fit") as tick:
-            if not comparer.adapter_helps(choose_on, recipes, tick):
-                plan = replace(plan, samples=0, steps=0, training_s=0.0)
+        if plan.closed_form:
+            fitted["closed form"] = self.closed_form(self._prompts(train[: plan.closed_form]))
+            recipes = free_recipes(fitted, in_use)
+            with self._stage("comparing the first fit") as tick:
+                if not comparer.adapter_helps(choose_on, recipes, tick):
+                    plan = replace(plan, samples=0, steps=0, training_s=0.0)
         if plan.samples:
             prompts = self._prompts(train[: plan.samples])
             self._answer(prompts)
             checked = [one.prompt for one in choose_on[: self.limits.validation]]
             fitted["trained"], curve = self._trained(fitted["closed form"], prompts, checked, plan)
-            recipes = free_recipes(fitted, in_use)
         with self._stage("choosing") as tick:
+            recipes = free_recipes(fitted, in_use)
             choice = comparer.choice(choose_on, recipes, self.tolerance, tick)
         chosen, recipes = choice.recipes[choice.name], choice.recipes
         with self._stage("measuring") as tick:

@@ -42,7 +42,7 @@ def test_a_plan_fits_into_its_time_and_uses_it(seconds: float, factor: float) ->
 
 
 def test_more_time_allows_more_of_everything_up_to_the_limits() -> None:
-    short, long, endless = plan(300), plan(900), plan(1e6)
+    short, long, endless = plan(600), plan(900), plan(1e6)
     assert short.samples < long.samples < endless.samples == LIMITS.samples
     # At most a quarter of the 240 questions is held out.
     assert short.held_out <= long.held_out <= endless.held_out == 60
@@ -54,18 +54,24 @@ def test_the_number_of_held_out_questions_is_even() -> None:
     for questions in range(5, 60):
         found = plan(900, questions)
         assert found.held_out % 2 == 0
-        assert found.held_out < questions
+        assert questions - 1 <= found.held_out <= questions
+
+
+def test_too_few_questions_for_an_adapter_are_all_held_out() -> None:
+    found = plan(1e6, questions=40)
+    assert (found.held_out, found.closed_form, found.samples, found.steps) == (40, 0, 0, 0)
+    assert plan(1e6, questions=64).samples > 0
 
 
 def test_questions_are_drawn_a_limited_number_of_times() -> None:
-    found = plan(1e6, questions=20)
+    found = plan(1e6, questions=20, fewest_to_choose=2)
     assert found.held_out == 4
     assert found.samples == LIMITS.draws * 16
 
 
 def test_training_is_skipped_if_it_would_be_too_short() -> None:
     held_s = LIMITS.fewest_held_out * SMOLLM2.held_out(5)
-    found = plan(held_s + 30, questions=8)
+    found = plan(held_s + 30, questions=8, fewest_to_choose=2)
     assert (found.samples, found.steps, found.training_s) == (0, 0, 0)
     assert found.closed_form == 9  # in 30 s, at 3.2 s each
 
