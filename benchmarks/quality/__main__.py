@@ -87,7 +87,10 @@ def run(
     answerer = _answerer(model, recipe, max_new_tokens, dtype)
     if unknown := {*(row or ())} - {*answerer.rows}:
         raise SystemExit(f"Unknown rows {sorted(unknown)}: expected names from {answerer.rows}")
-    path, rows = results / f"{Path(model).name}.csv", row or answerer.rows
+    name, rows = Path(model).name, row or answerer.rows
+    path = results / f"{name}.csv"
+    if dtype != "float32":
+        path = results / REPEATED / f"{name}-{dtype}.csv"
     known = [*answerer.rows, *EARLIER]
     measure(path, Record, _items(nq)[:questions], answerer.answer, rows, minutes, known)
 

@@ -210,6 +210,8 @@ def partly_recomputed(
 ) -> Context:
     """Recompute tokens in a candidate's layers; the other layers keep block mode's keys and
     values."""
+    if not chosen:
+        return context
     layers = _range(model, candidate.recomputed)
     with model.lock, _starting_at(model, layers.start, blocks, sink, chosen):
         (block,) = with_recomputed(model, context, chosen).blocks

@@ -91,9 +91,7 @@ def turn_to_draw(lock: ModelLock, *, alone: bool) -> Iterator[None]:
 
 class _Draws:
     """Readers-writer lock, which admits one thread exclusively, or any number of threads together.
-
-    Reentrant: a thread that holds the lock may acquire it again in the same mode.
-    """
+    Reentrant: a thread that holds the lock may acquire it again in the same mode."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()

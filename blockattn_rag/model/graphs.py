@@ -252,9 +252,7 @@ def _is_plain(kwargs: dict[str, Any], tokens: int) -> bool:
 
 class _Forward:
     """Replacement for a model's ``forward``, which dispatches to the runner of a ``GraphCache``.
-
-    ``own``: The ``forward`` that was set on the model. None: the method of its class.
-    """
+    ``own``: The ``forward`` that was set on the model. None: the method of its class."""
 
     def __init__(self, hf_model: PreTrainedModel, own: Forward | None) -> None:
         self._hf_model = weakref.ref(hf_model)

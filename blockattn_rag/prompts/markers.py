@@ -144,10 +144,8 @@ def own_markers(string: str) -> list[Marker]:
 
 
 def _partners(markers: Sequence[Marker]) -> dict[int, int]:
-    """Map each opening marker's index to that of the next marker with its digits, if it closes.
-
-    A text cannot contain its own digest, so no marker inside a passage has the passage's digits.
-    """
+    """Map each opening marker's index to that of the next marker with its digits, if it closes. A
+    text cannot contain its own digest, so no marker inside a passage has the passage's digits."""
     partners: dict[int, int] = {}
     following: dict[str, int] = {}
     for index, marker in reversed([*enumerate(markers)]):

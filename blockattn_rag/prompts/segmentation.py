@@ -114,10 +114,8 @@ _SEPARATORS = (r"\n[ \t]*\r?\n\s*", r"-{3,}\s*", r"={3,}\s*", r"\n\t\s*", r"\n\s
 
 
 def _split(text: str, limit: int) -> list[str]:
-    """Split a stripped text at its coarsest separator into at most ``limit`` pieces.
-
-    No characters are lost. If there are too many cuts, the cuts that split most evenly are kept.
-    """
+    """Split a stripped text at its coarsest separator into at most ``limit`` pieces. No characters
+    are lost. If there are too many cuts, the cuts that split most evenly are kept."""
     ends = ([cut.end() for cut in re.finditer(separator, text)] for separator in _SEPARATORS)
     cuts = [end for end in next(filter(None, ends), []) if end < len(text)]
     if len(cuts) >= limit:

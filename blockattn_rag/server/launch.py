@@ -51,9 +51,8 @@ _NOT_OPTIONS = {
     "--kv-transfer-config": f"set individual options of the connector, such as {_MEMORY}",
 }
 """vLLM options that are rejected, and what to do instead."""
-_NOT_IN_FILES = [*_NOT_OPTIONS][4:]
-"""Options that are also rejected in config files. The command line overrides the first four of
-``_NOT_OPTIONS``, so config files may contain those."""
+_NOT_IN_FILES = _NOT_OPTIONS.keys() - {"--model", "--host", "--port", "--dtype"}
+"""Options that are also rejected in config files. The command line overrides the others."""
 _SECRET = re.compile(
     r"(?:^|[^a-z])(?:api[-_]?key|(?:secret|access)[-_](?:access[-_])?key|passw(?:or)?d|secret|"
     r"(?:access|api|auth|bearer|hf|session)[-_]?token)$",

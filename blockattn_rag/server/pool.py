@@ -175,10 +175,8 @@ class ServerPool:
                     request.cancel()
 
     def _start(self, jobs: deque[_Job], running: _Running, threads: ThreadPoolExecutor) -> None:
-        """Start the checks that are due, and as many requests as the healthy servers accept.
-
-        The first request is sent alone, so that the other servers can be checked for its passages.
-        """
+        """Start the checks that are due, and as many requests as the healthy servers accept. The
+        first request is sent alone, so that the other servers can be checked for its passages."""
         now, is_first = time.monotonic(), self._stored_text is None and len(self._members) > 1
         for member in self._members:
             if member.check_at is not None and member.check_at <= now:

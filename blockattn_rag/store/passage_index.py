@@ -235,6 +235,7 @@ def merge_index(
     unknown: set[str] = set()
     for done, (_, info) in enumerate(describe_all(store), start=1):
         if isinstance(info, StoreError) and not is_damage(info):
+            logger.warning("No passage is dropped from the index, because a read failed: %s", info)
             unknown.update(indexes)
         if not isinstance(info, EntryInfo):
             continue

@@ -207,13 +207,14 @@ def test_merge_index_adds_passages_that_are_stored(tmp_path: Path) -> None:
 
 
 def test_merge_index_keeps_passages_if_the_store_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = DirectoryStore(tmp_path)
     stored(store, TEXTS[0])
     with monkeypatch.context() as failing:
         failing.setattr(DirectoryStore, "describe", Mock(side_effect=StoreError("unreachable")))
         assert merge_index(store) == IndexReport(passages=1, dropped=0)
+    assert "because a read failed: unreachable" in caplog.text
     assert found(PassageIndex(store), *TEXTS) == TEXTS[:1]
 
 

@@ -216,9 +216,7 @@ def _lexical(passages: Sequence[Passage]) -> Callable[[str, int], list[Passage]]
 
 def _encode_passages(job: _Job, recipe: Recipe, until: float, report: Progress) -> tuple[int, int]:
     """Encode a database's passages with a recipe, up to a time limit. Returns (encoded, total).
-
-    Passages that are already stored with the recipe's sink and adapter are skipped.
-    """
+    Passages that are already stored with the recipe's sink and adapter are skipped."""
     from blockattn_rag.prompts.blocks import Block
 
     assert job.database is not None
