@@ -13,11 +13,12 @@ def check_known(cls: type, given: Iterable[str], known: Collection[str]) -> None
         return
     said = []
     for name in unknown:
-        near = get_close_matches(name, known, n=1)
+        longer = [other for other in known if other.startswith(f"{name}_")]
+        near = longer or get_close_matches(name, known, n=1)
         said.append(f"{name!r}" + (f" (did you mean {near[0]!r}?)" if near else ""))
     places = (
-        ". Pass options of transformers' generate, such as do_sample or repetition_penalty, in "
-        "generate_kwargs={...}, and options for loading the model in model_kwargs={...}"
+        ". Pass options of answers, such as mode, recipe or do_sample, in generate_kwargs={...}, "
+        "and options for loading the model in model_kwargs={...}"
     )
     has_places = "generate_kwargs" in known
     raise TypeError(f"{cls.__name__} has no argument {', '.join(said)}{places * has_places}")

@@ -23,7 +23,9 @@ def test_unknown_arguments_raise_with_suggestions() -> None:
     assert message.startswith(
         "Thing has no argument 'temprature' (did you mean 'temperature'?), 'zzz'. "
     )
-    assert "generate_kwargs={...}" in message
+    assert "such as mode, recipe or do_sample, in generate_kwargs={...}" in message
+    with pytest.raises(TypeError, match="did you mean 'model_name'"):
+        check_known(Thing, ["model"], ["mode", "model_name"])
     with pytest.raises(TypeError, match=r"^Thing has no argument 'zzz'$"):
         check_known(Thing, ["zzz"], ["order"])
 
