@@ -1,8 +1,6 @@
-"""Chat templates of model families, simplified from the originals.
-
-Each keeps the control tokens, the order of roles, the format of tools, calls and results, and what
-is trimmed or omitted. ``tests/output/test_tool_templates.py`` has the documented prompts.
-"""
+"""Chat templates of model families, simplified from the originals. Each keeps the control tokens,
+the order of roles, the format of tools, calls and results, and what is trimmed or omitted.
+``tests/output/test_tool_templates.py`` has the documented prompts."""
 
 from __future__ import annotations
 

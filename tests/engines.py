@@ -45,9 +45,8 @@ MODE = pytest.mark.parametrize("mode", ["block", "full"])
 
 def tuned_model(tokenizer: Any = None, *, letters: str = "", **config: Any) -> BlockModel:
     """Return a tiny Llama marked as block-fine-tuned, which prevents warnings about stock models.
-
-    ``letters``: Characters to restrict answers to, so that they are printable and never end early.
-    """
+    ``letters``: Characters to restrict answers to, so that they are printable and never end
+    early."""
     model: Any = tiny_model("llama", **config)
     tokenizer = tokenizer or tiny_tokenizer()
     if letters:

@@ -1,8 +1,5 @@
-"""A local server that answers like ``vllm serve`` with this package's connector.
-
-The code of the real server parses request bodies and builds prompts; an engine in this process
-replaces vLLM.
-"""
+"""A local server that answers like ``vllm serve`` with this package's connector. The code of the
+real server parses request bodies and builds prompts; an engine in this process replaces vLLM."""
 
 from __future__ import annotations
 

@@ -23,9 +23,7 @@ ALL = 1_000_000
 
 class Held:
     """Pauses the model after each token, until the test lets it continue or all readers have left.
-
-    ``tokens``: Number of tokens generated so far. A step of a batch counts as one.
-    """
+    ``tokens``: Number of tokens generated so far. A step of a batch counts as one."""
 
     def __init__(self) -> None:
         self.tokens = 0

@@ -23,10 +23,8 @@ CHAT_TEMPLATE = (
 
 
 def tiny_tokenizer(*, bos: bool = True, chat: Any = True) -> PreTrainedTokenizerFast:
-    """Tokenizer with one token per byte and eight control tokens.
-
-    ``bos``: Whether to add BOS. ``chat``: Chat template, or whether to set the default one.
-    """
+    """Tokenizer with one token per byte and eight control tokens. ``bos``: Whether to add BOS.
+    ``chat``: Chat template, or whether to set the default one."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -68,10 +66,8 @@ def save_model(model: Any, folder: Path, **options: Any) -> Path:
 
 
 def tiny_model(family: str = "llama", *, seed: int = 0, **config: Any) -> PreTrainedModel:
-    """Return a random float32 model of a transformers family, in evaluation mode.
-
-    The variance of the weights makes attention far from uniform and greedy choices unambiguous.
-    """
+    """Return a random float32 model of a transformers family, in evaluation mode. The variance of
+    the weights makes attention far from uniform and greedy choices unambiguous."""
     settings = {**_BASE, **config}
     if family in ("falcon", "bloom", "mpt"):
         settings.pop("head_dim")

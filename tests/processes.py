@@ -1,7 +1,5 @@
-"""Run programs in new processes without importing large packages each time.
-
-Each process is forked from a server process that has imported them.
-"""
+"""Run programs in new processes without importing large packages each time. Each process is forked
+from a server process that has imported them."""
 
 from __future__ import annotations
 
@@ -36,10 +34,8 @@ def run(
     folder: Path | str = ".",
     environment: Mapping[str, str] | None = None,
 ) -> Ended:
-    """Call a function of a module in a new process, with a working folder and more variables.
-
-    If a signal ended the process, the status is its negative number.
-    """
+    """Call a function of a module in a new process, with a working folder and more variables. If a
+    signal ended the process, the status is its negative number."""
     with TemporaryDirectory() as outputs:
         files = [str(Path(outputs, name)) for name in ("stdout", "stderr")]
         process = PROCESSES.Process(

@@ -1,8 +1,6 @@
-"""An engine with scripted answers: the model runs as usual, but its tokens are forced.
-
-Prompts, blocks, caches and statistics are real. This makes it possible to test agents whose steps
-are too difficult for small models.
-"""
+"""An engine with scripted answers: the model runs as usual, but its tokens are forced. Prompts,
+blocks, caches and statistics are real. This makes it possible to test agents whose steps are too
+difficult for small models."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """Checks of notebooks without running them. `make docs` runs them all, and fails if one fails.
-
-Running them here would add minutes to every `make test`, and the gate would run them twice.
-"""
+Running them here would add minutes to every `make test`, and the gate would run them twice."""
 
 from __future__ import annotations
 

@@ -1,10 +1,8 @@
-"""Code blocks of the documentation that cannot run on their own, which are marked ``py``.
-
-They need a server, a hub, an account or a trained model. Those that need a server run here with
+"""Code blocks of the documentation that cannot run on their own, which are marked ``py``. They need
+a server, a hub, an account or a trained model. Those that need a server run here with
 ``FakeServer``, which parses requests with the code of the real server. All others are compiled and
 checked: imports exist, names are defined on the page or listed here, and arguments are accepted by
-this package. ``test_documentation.py`` runs the blocks that are marked ``python``.
-"""
+this package. ``test_documentation.py`` runs the blocks that are marked ``python``."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""The driver for KVShareArena: its three steps, costs and result fields.
-
-The texts in these tests are our own, in the file format of the leaderboard.
-"""
+"""The driver for KVShareArena: its three steps, costs and result fields. The texts in these tests
+are our own, in the file format of the leaderboard."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
-"""CPU stand-ins for CUDA kernels, with the real signatures, checks and result layouts.
-
-Signatures and checks match the native functions of PyTorch 2.13, and the functions of flash-attn
-2.8.3, FlashAttention 3 (August 2026) and flash-attn-4 4.0.0b36. The results are computed with
-PyTorch. Options that the package does not use are refused.
-"""
+"""CPU stand-ins for CUDA kernels, with the real signatures, checks and result layouts. Signatures
+and checks match the native functions of PyTorch 2.13, and the functions of flash-attn 2.8.3,
+FlashAttention 3 (August 2026) and flash-attn-4 4.0.0b36. The results are computed with PyTorch.
+Options that the package does not use are refused."""
 
 from __future__ import annotations
 

@@ -59,22 +59,18 @@ def exact(
 
 
 def budget(dtype: torch.dtype, keys: int) -> float:
-    """Allowed error of the output for inputs of order 1.
-
-    Scores are sums of SIZE products, so each is off by about ``SIZE * eps``, and a weight by as
-    much; the output is a mean of values of order 1 plus a sum over ``keys`` roundings that grow
-    with their square root. 16-bit types also round the output once.
-    """
+    """Allowed error of the output for inputs of order 1. Scores are sums of SIZE products, so each
+    is off by about ``SIZE * eps``, and a weight by as much; the output is a mean of values of order
+    1 plus a sum over ``keys`` roundings that grow with their square root. 16-bit types also round
+    the output once."""
     return (4 * SIZE + math.sqrt(keys)) * torch.finfo(dtype).eps
 
 
 def bounds(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[float, float]:
-    """Maximum errors of output and log-sum-exp for inputs that are exact in their dtype.
-
-    A score is a sum of D products in float32, whose magnitudes add up to at most the product of the
-    rows' norms. The relative error of a weight is twice the error of a score; weights and output
-    are rounded to the inputs' dtype. Sums over keys are rounded once per key.
-    """
+    """Maximum errors of output and log-sum-exp for inputs that are exact in their dtype. A score is
+    a sum of D products in float32, whose magnitudes add up to at most the product of the rows'
+    norms. The relative error of a weight is twice the error of a score; weights and output are
+    rounded to the inputs' dtype. Sums over keys are rounded once per key."""
     eps, of_dtype = torch.finfo(torch.float32).eps, torch.finfo(query.dtype).eps
     norms = float(query.float().norm(dim=-1).max() * key.float().norm(dim=-1).max())
     of_score = query.shape[-1] * eps * scale * norms

@@ -110,9 +110,7 @@ def test_promoted_passages_are_not_read_and_not_stored(engine: BlockAttentionEng
     assert (warm.reused_tokens, warm.computed_tokens) == (head + one, other + len(Q))
 
 
-def test_the_next_turn_reuses_promoted_passages(
-    engine: BlockAttentionEngine,
-) -> None:
+def test_the_next_turn_reuses_promoted_passages(engine: BlockAttentionEngine) -> None:
     first = engine.generate(PROMPT, recipe=promoting(1), max_new_tokens=1)
     longer = BlockPrompt(PROMPT.context, f"{Q} And wide?")
     again = engine.generate(longer, recipe=promoting(1), max_new_tokens=NEW)

@@ -48,11 +48,6 @@ def names(folder: Path) -> list[str]:
     return sorted(re.sub(r"-[0-9a-f]{16}\.", ".", path.name) for path in paths)
 
 
-def plot_in(folder: Path) -> Path:
-    (path,) = folder.glob("report-*.png")
-    return path
-
-
 def is_complete(found: Recipe, *expected: Recipe) -> bool:
     """Whether the recipe, including its report, equals one of the expected recipes."""
     return any(found == one and found.report == one.report for one in expected)
@@ -313,7 +308,8 @@ def test_concurrent_loads_and_saves_return_complete_recipes(tmp_path: Path) -> N
             work.result()
     assert loads
     found = Recipe.load(folder)
-    assert found.report["name"].encode() == plot_in(folder).read_bytes()
+    (plot,) = folder.glob("report-*.png")
+    assert found.report["name"].encode() == plot.read_bytes()
     assert names(folder) == sorted([*FILES, "report.png"])
     assert names(tmp_path) == ["recipe"]
 

@@ -49,9 +49,7 @@ def test_tokens_of_misses_are_counted_once(engine: BlockAttentionEngine, stored:
     assert stats.computed_tokens == sum(lengths) + len(QUESTION)
 
 
-def test_recomputed_tokens_of_misses_are_not_counted_twice(
-    engine: BlockAttentionEngine,
-) -> None:
+def test_recomputed_tokens_of_misses_are_not_counted_twice(engine: BlockAttentionEngine) -> None:
     (found, missing), prompt = PASSAGES, [SYSTEM, *PASSAGES, PASSAGES[1]]
     engine.precompute([found])
     chosen = round(0.5 * (len(found.text) + 2 * len(missing.text)))

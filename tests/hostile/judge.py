@@ -1,8 +1,6 @@
-"""Checks of prompts based on their token ids.
-
-Control tokens: a hostile conversation has the same ones as its harmless version. Passages: each is
-exactly one block with its text. Contents: they reach the model unchanged.
-"""
+"""Checks of prompts based on their token ids. Control tokens: a hostile conversation has the same
+ones as its harmless version. Passages: each is exactly one block with its text. Contents: they
+reach the model unchanged."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""No content can inject control tokens, and every passage is exactly one block.
-
-Every family receives every kind of request, once with hostile contents and once with harmless ones.
-``HOSTILE_COUNT=10000`` sets the number of conversations.
-"""
+"""No content can inject control tokens, and every passage is exactly one block. Every family
+receives every kind of request, once with hostile contents and once with harmless ones.
+``HOSTILE_COUNT=10000`` sets the number of conversations."""
 
 from __future__ import annotations
 

@@ -127,12 +127,9 @@ def test_relay_does_not_copy_the_context_to_the_cache(llama: BlockModel) -> None
 
 
 def test_bfloat16_errors_of_relay_are_no_larger_than_those_of_copying() -> None:
-    """Both are compared with the float32 oracle for the same rounded weights.
-
-    Each layer rounds its hidden states about ten times to 8 bits. Over two layers, these errors add
-    up like a random walk to sqrt(20) times half a unit in the last place, or 2e-2. Twice that is
-    allowed.
-    """
+    """Both are compared with the float32 oracle for the same rounded weights. Each layer rounds its
+    hidden states about ten times to 8 bits. Over two layers, these errors add up like a random walk
+    to sqrt(20) times half a unit in the last place, or 2e-2. Twice that is allowed."""
     rounded: Any = tiny_model("llama")
     rounded.to(torch.bfloat16)
     half = BlockModel(rounded, tiny_tokenizer())

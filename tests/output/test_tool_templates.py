@@ -1,9 +1,7 @@
-"""Prompts with tools, in the formats that model vendors document.
-
-Sources: Qwen's documentation on function calling; Llama 3.1's prompt format (JSON based tool
-calling, definitions in the user's message); mistral-common's instruct tokenizers, versions 3 and
-13; the prompt engineering guide of Granite 3.3; the model card of SmolLM3 (``xml_tools``).
-"""
+"""Prompts with tools, in the formats that model vendors document. Sources: Qwen's documentation on
+function calling; Llama 3.1's prompt format (JSON based tool calling, definitions in the user's
+message); mistral-common's instruct tokenizers, versions 3 and 13; the prompt engineering guide of
+Granite 3.3; the model card of SmolLM3 (``xml_tools``)."""
 
 from __future__ import annotations
 

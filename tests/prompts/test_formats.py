@@ -44,11 +44,7 @@ EXPECTED = {
         "<|doc_start|>It has {braces}.<|doc_end|>",
         "\n\nQuestion: How {tall}?",
     ],
-    "tulu3-block": [
-        f"<|user|>\n{PREAMBLE}",
-        *LISTED,
-        f"\n\n{INSTRUCTION}\n<|assistant|>\n",
-    ],
+    "tulu3-block": [f"<|user|>\n{PREAMBLE}", *LISTED, f"\n\n{INSTRUCTION}\n<|assistant|>\n"],
     "llama3-block": [
         f"<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\n{PREAMBLE}",
         *LISTED,

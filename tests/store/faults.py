@@ -150,11 +150,8 @@ def _claimed(asked: str, found: str, nbytes: int) -> str:
 
 def campaign(store: KVStore, kvs: Sequence[BlockKV], *, reads: int, late_s: float) -> Counter[str]:
     """Read random blocks in 32 threads while 4 threads write them. Returns the number of each
-    outcome.
-
-    ``found``, ``absent`` and ``failed`` are allowed. ``wrong`` (not the block that was put) and
-    ``late`` (a call that took longer than ``late_s``) are errors.
-    """
+    outcome. ``found``, ``absent`` and ``failed`` are allowed. ``wrong`` (not the block that was
+    put) and ``late`` (a call that took longer than ``late_s``) are errors."""
     ended = threading.Event()
 
     def read(seed: int) -> Counter[str]:

@@ -49,10 +49,8 @@ def change_manifest(database: Path, **changes: Any) -> None:
 
 @pytest.fixture(scope="session")
 def cli() -> Command:
-    """Function that runs a command in this process, and checks its exit status.
-
-    ``given``: Standard input. ``status``: Expected exit status.
-    """
+    """Function that runs a command in this process, and checks its exit status. ``given``: Standard
+    input. ``status``: Expected exit status."""
 
     def run(*arguments: object, given: str | None = None, status: int = 0) -> Output:
         result = CliRunner().invoke(app, [str(argument) for argument in arguments], input=given)

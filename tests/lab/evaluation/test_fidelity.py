@@ -16,11 +16,7 @@ from blockattn_rag.errors import ContextOverflowError, DataError
 from blockattn_rag.lab.evaluation import fidelity
 from blockattn_rag.lab.evaluation.accuracy import make_prompt
 from blockattn_rag.lab.evaluation.datasets import EvaluationSample, read_samples
-from blockattn_rag.lab.evaluation.fidelity import (
-    FidelityReport,
-    measure_fidelity,
-    read_log,
-)
+from blockattn_rag.lab.evaluation.fidelity import FidelityReport, measure_fidelity, read_log
 from blockattn_rag.prompts import CHAT
 from blockattn_rag.prompts.sinks import sink_ids
 from tests.engines import tuned_engine

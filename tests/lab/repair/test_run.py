@@ -136,17 +136,13 @@ class TestResult:
         )
         assert kept.adapter.digest == good.adapter.digest  # type: ignore[union-attr]
 
-    def test_with_few_questions_the_default_is_not_replaced_by_a_cheaper_recipe(
+    def test_with_few_questions_no_adapter_is_fitted_and_the_default_is_kept(
         self, model: BlockModel, output: Path
     ) -> None:
         recipe = repaired(model, output, limits=replace(QUICK, fewest_to_choose=4), tolerance=0.0)
-        assert list(recipe.report["shares"]) == ["head + recompute 10 %", "head + recompute 20 %"]
+        report = recipe.report
+        assert list(report["shares"]) == ["head + recompute 10 %", "head + recompute 20 %"]
         assert str(recipe) == "head+recompute:0.1"
-
-    def test_without_enough_questions_to_choose_an_adapter_none_is_fitted(
-        self, model: BlockModel, output: Path
-    ) -> None:
-        report = repaired(model, output, limits=replace(QUICK, fewest_to_choose=4)).report
         assert (report["chosen_on"], report["plan"]["closed_form"]) == (3, 0)
         assert not [one["name"] for one in report["candidates"] if "closed form" in one["name"]]
         assert " No adapter was fitted, which takes at least 64 questions" in figures(report)[1]
