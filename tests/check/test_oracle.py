@@ -62,7 +62,7 @@ def test_greedy_tokens_are_those_of_the_recipes_logits(model: BlockModel) -> Non
     oracle = RecipeOracle(model, prompt, recipe_of(model, size=0.3, promote=1))
     found = oracle.generate(4)
     assert found != RecipeOracle(model, prompt, Recipe()).generate(4)
-    with pytest.raises(ValueError, match=r"Invalid recipe recompute:0\.1"):
+    with pytest.raises(ValueError, match=r"Unsupported recipe recompute:0\.1"):
         RecipeOracle(model, prompt, Recipe(recompute=0.1))
     for number, token in enumerate(found):
         assert token == int(oracle.logits(found[:number])[-1].argmax())

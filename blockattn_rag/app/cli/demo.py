@@ -308,7 +308,7 @@ def _summary(report: Mapping[str, Any]) -> list[str]:
         "Keys and values": f"{size(report['stored_bytes'])} in {report['store']}",
         "Time": f"loading {duration(report['load_s'])}, ingestion {duration(ingest['total_s'])}, "
         f"questions {duration(report['ask_s'])}",
-        "Block mode ran with": report["recipe"],
+        "Recipe": report["recipe"],
     }
     lines = ["", *(f"{name:<20}{value}" for name, value in rows.items())]
     if report["model"] == SMOLLM2:
