@@ -215,7 +215,7 @@ def test_an_invalid_tenant_is_refused(server: Server) -> None:
             server.http.base_url.join(ENCODE), json={"texts": ["x"]}, headers=headers
         )
         assert unclear.status_code == 400
-        assert "expected one name" in unclear.json()["error"]["message"]
+        assert "expected one, which must not be empty" in unclear.json()["error"]["message"]
 
 
 def test_check_server_passes(server: Server, store: DirectoryStore) -> None:
