@@ -50,7 +50,7 @@ class TunedModel:
 
     @property
     def checkpoint(self) -> Checkpoint | None:
-        """Known checkpoint with this name. None if there is none, or after further fine-tuning."""
+        """Known checkpoint with this name. None for other names, and after further fine-tuning."""
         marker = getattr(self.config, "block_attention", None)
         return None if marker or self.has_adapter else known_checkpoint(self.name)
 

@@ -37,7 +37,7 @@ _MOST_RETRIES = 1
 class RedisStore(KVStore):
     """Cache in a Redis or Valkey server, for use in front of a permanent store (``TieredStore``).
 
-    Evicted entries are read from the next tier, or encoded again if there is none. Set
+    Evicted entries are read from the next tier; without one, they are encoded again. Set
     ``maxmemory`` and ``maxmemory-policy allkeys-lfu`` on the server.
 
     Args:

@@ -195,7 +195,7 @@ def measure_fidelity(
     if not samples:
         raise ValueError("Expected at least one sample, found none")
     if closed_book and isinstance(samples[0], LoggedPrompt):
-        raise ValueError("closed_book requires evaluation data, found logged prompts")
+        raise ValueError("Found closed_book=True with logged prompts; expected evaluation data")
     rows = rows_of(engine, FLOOR, recipes, closed_book)
     form = format_for(AUTO_FORMAT, engine.model.name)
     kind: dict[str, str | None] = {"measured": "fidelity", "prompt_format": form.name}

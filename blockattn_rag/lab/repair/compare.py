@@ -193,7 +193,7 @@ class Comparer:
 
     def right(self, asked: Sequence[Asked], recipes: Mapping[str, Recipe]) -> dict[str, list[bool]]:
         """Return whether each answer in full mode and with each recipe is correct, by row name, for
-        the questions with reference answers. Empty if there are none."""
+        the questions with reference answers. Empty without such questions."""
         known = [one for one in asked if one.answers]
         if not known:
             return {}

@@ -192,7 +192,7 @@ def test_logged_prompts_are_compared_along_the_full_answer(
     log = read_log(write_jsonl(tmp_path / "log.jsonl", ({"prompt": one} for one in PROMPTS)))
     report = measure_fidelity(engine, log, ("none", "head:4"), max_new_tokens=4)
     assert [row.mode for row in report.results] == ["floor", "none", "head:4"]
-    with pytest.raises(ValueError, match="closed_book requires evaluation data"):
+    with pytest.raises(ValueError, match="logged prompts; expected evaluation data"):
         measure_fidelity(engine, log, closed_book=True)
     for prompt, found in zip(PROMPTS, report.records[3:6], strict=True):
         full = engine.generate(prompt, mode="full", max_new_tokens=4)
